@@ -1,0 +1,358 @@
+"""Collect episodes: roll an agent out against the simulated human and judge its answers (SWEET-RL section 3).
+
+How it works:
+  1. each task is played `--samples_per_task` times; ranks of torchrun share the (task, sample) jobs;
+  2. all dialogues of a batch advance one turn at a time; a finished one leaves at once and the next job takes its place;
+  3. answers are judged by hidden tests (backend) or image similarity (frontend), and the episode is appended at once.
+After a kill, the same command goes on where it stopped; episodes with an `error` are tried again.
+
+    python collect.py --tasks toy:backend:train --num_tasks 500 --samples_per_task 6 --agent toy/base \
+        --human scripted --output runs/out/episodes.jsonl
+    torchrun --nproc_per_node 8 collect.py --tasks train.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \
+        --human http://localhost:8000/v1 --human_model meta-llama/Llama-3.1-70B-Instruct --output episodes.jsonl
+
+Reads: task files (see colbench.py). Writes: EPISODES.jsonl, one episode a line, and EPISODES.jsonl.run.json.
+
+Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take the official ones);
+the human sees the dialogue as a chat with the roles swapped; the agent sees its own thoughts before "OUTPUT:" again.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import signal
+import sys
+import typing
+from pathlib import Path
+
+from colbench import (
+    AGENT_PROMPT,
+    HUMAN_PROMPT,
+    MAX_TURNS,
+    REPLY_CHARACTERS,
+    Referee,
+    ResumableJsonl,
+    SpeakerError,
+    agent_messages,
+    derive_seed,
+    leak_share,
+    load_speaker,
+    read_tasks,
+    split_message,
+    write_atomically,
+)
+
+# -----------------------------------------------------------------------------
+# Processes, signals and the record of a run: shared by the four scripts
+
+
+class Process(typing.NamedTuple):
+    rank: int
+    world: int
+    device: str
+
+    @property
+    def leads(self):
+        return self.rank == 0
+
+    def barrier(self):
+        if self.world > 1:
+            import torch.distributed
+
+            torch.distributed.barrier()
+
+
+def join_processes(always=False):
+    """This process among those that torchrun started. `always` makes a group of one too, which sharding needs."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1 and not always:
+        return Process(rank, world, None)
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    if not torch.distributed.is_initialized():
+        # ranks finish their share of the sampling hours apart; a rank that dies is noticed by torchrun, not by a timeout
+        options = {"timeout": datetime.timedelta(days=7)}
+        if "RANK" not in os.environ:
+            options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
+    return Process(rank, world, device)
+
+
+def launch(main, args):
+    """Run a script's `main`; turn what stops it from outside into one sentence that says how to go on."""
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    go_on = "What was finished is on disk; give the same command again to go on."
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        print(f"\nStopped. {go_on}", file=sys.stderr, flush=True)
+        os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
+    except OSError as error:
+        raise SystemExit(f"The disk or a file failed: {error}. {go_on}") from None
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise SystemExit(f"Out of memory: {str(error).splitlines()[0]} Lower --batch_size (sampling), --micro_batch_size"
+                         " or --max_length (training), or use more GPUs.") from None
+    if "torch" in sys.modules:
+        import torch.distributed
+
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+
+
+def claim_output(path, args, inputs, process):
+    """Write `path` (run.json): all flags, versions, world size and input hashes. Another command's output is refused."""
+    flags = {name: value for name, value in vars(args).items() if name != "output"}
+    run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world, "inputs": {}}
+    for name in inputs:
+        with open(name, "rb") as file:
+            run["inputs"][str(name)] = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") \
+                else hashlib.sha256(file.read()).hexdigest()
+    run["versions"] = {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    if Path(path).is_file():
+        before = json.loads(Path(path).read_text())
+        changed = sorted(name for name in flags.keys() | before["flags"].keys()
+                         if flags.get(name) != before["flags"].get(name)) + [
+                             name for name in run["inputs"] if run["inputs"][name] != before["inputs"].get(name)]
+        if changed:
+            raise SystemExit(f"{path}: found the output of another run, which differs in {', '.join(changed)}; expected"
+                             " the same command, to go on with it; choose another --output or remove this one")
+    if process.leads:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(run, indent=1) + "\n")
+    return run
+
+
+# -----------------------------------------------------------------------------
+# Dialogues
+
+
+@dataclasses.dataclass
+class Dialogue:
+    task: dict
+    sample: int
+    history: list
+    answer: str | None = None
+    error: str | None = None
+    tokens: int = 0
+
+    @property
+    def key(self):
+        return self.task["task_id"], self.sample
+
+
+@dataclasses.dataclass
+class Rules:
+    agent_prompt: str | None  # None: the domain's own
+    human_prompt: str | None
+    max_turns: int
+    reply_chars: int | None
+    seed: int
+
+
+def agent_turn(dialogues, agent, rules):
+    """One message of the agent in each dialogue; sets `answer` where it ends the dialogue."""
+    conversations = [agent_messages(d.task, d.history, prompt_of(d.task, rules)) for d in dialogues]
+    seeds = [derive_seed(rules.seed, *d.key, len(d.history)) for d in dialogues]
+    spoken = agent.speak(conversations, seeds=seeds, tasks=[d.task for d in dialogues], keys=[d.key for d in dialogues])
+    for dialogue, said in zip(dialogues, spoken, strict=True):
+        if isinstance(said, SpeakerError):
+            dialogue.error = f"agent: {said}"
+            continue
+        last_turn = len(dialogue.history) // 2 == rules.max_turns - 1
+        content, dialogue.answer = split_message(dialogue.task, said[0].text, last_turn)
+        dialogue.history.append({"role": "assistant", "content": content, "output": said[0].text,
+                                 "finished": said[0].finished})
+
+
+def human_turn(dialogues, human, rules, referee):
+    """One reply of the human in each dialogue, cut at the domain's limit."""
+    conversations = [referee.human_view(d.task, d.history, rules.human_prompt or HUMAN_PROMPT[d.task["domain"]], human)
+                     for d in dialogues]
+    seeds = [derive_seed(rules.seed, *d.key, len(d.history)) for d in dialogues]
+    spoken = human.speak(conversations, seeds=seeds, tasks=[d.task for d in dialogues], keys=[d.key for d in dialogues])
+    for dialogue, said in zip(dialogues, spoken, strict=True):
+        if isinstance(said, SpeakerError):
+            dialogue.error = f"human: {said}"
+            continue
+        limit = rules.reply_chars or REPLY_CHARACTERS[dialogue.task["domain"]]
+        dialogue.history.append({"role": "user", "content": said[0].text[:limit]})
+
+
+def prompt_of(task, rules):
+    return AGENT_PROMPT[task["domain"]] if rules.agent_prompt is None else rules.agent_prompt
+
+
+def rollout(jobs, agent, human, referee, rules, batch_size):
+    """Play the (task, sample) `jobs`; yield each episode as soon as it is judged."""
+    waiting, active = iter(jobs), []
+    while True:
+        for task, sample in itertools.islice(waiting, batch_size - len(active)):
+            active.append(Dialogue(task, sample, [{"role": "user", "content": task["problem_description"]}]))
+        if not active:
+            return
+        agent_turn(active, agent, rules)
+        done = [d for d in active if d.answer is not None or d.error]
+        active = [d for d in active if d.answer is None and not d.error]
+        if active:
+            human_turn(active, human, rules, referee)
+            done += [d for d in active if d.error]
+            active = [d for d in active if not d.error]
+        yield from judged(done, referee, rules, agent)
+
+
+def judged(dialogues, referee, rules, agent):
+    """Episodes of finished dialogues; one that could not be finished has an error and no reward."""
+    sound = [d for d in dialogues if not d.error]
+    grades = dict(zip(map(id, sound), referee.grade_all([d.task for d in sound],
+                                                        [final_answer(d) for d in sound]), strict=True))
+    for dialogue in dialogues:
+        grade = grades.get(id(dialogue))
+        outputs = [m["output"] for m in dialogue.history if m["role"] == "assistant"]
+        yield {
+            "task": dialogue.task, "sample": dialogue.sample, "dialogue_history": dialogue.history,
+            "answer": dialogue.answer, "reward": grade and grade.reward, "success": grade and grade.success,
+            "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs), "reasons": grade.reasons if grade else {},
+            "leak": leak_share(dialogue.task, [m["content"] for m in dialogue.history[2::2]]),
+            "seed": rules.seed, "agent_prompt": prompt_of(dialogue.task, rules), "error": dialogue.error,
+        }
+
+
+def final_answer(dialogue):
+    """The answer to judge. In the frontend domain an answer without a page stands for the last page that was shown."""
+    if dialogue.task["domain"] == "frontend":
+        from colbench import extract_html
+
+        shown = [dialogue.answer] + [m["content"] for m in reversed(dialogue.history) if m["role"] == "assistant"]
+        return next((text for text in shown if extract_html(text)), dialogue.answer)
+    return dialogue.answer
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+def add_rollout_flags(parser):
+    """The flags of a rollout, which collect.py and evaluate.py share."""
+    # data
+    parser.add_argument("--tasks", help="task file, or toy:backend:train, toy:frontend:test, ...")
+    parser.add_argument("--num_tasks", type=int, help="the first so many tasks (default: all; 1000 of a toy world)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all sampling")
+    # speakers
+    parser.add_argument("--agent", help="model name or directory, http://host:port/v1, or scripted")
+    parser.add_argument("--agent_model", help="model name to ask an agent server for")
+    parser.add_argument("--agent_prompt", help="file with the agent's instructions (default: the checkpoint's own, or ours)")
+    parser.add_argument("--human", default="scripted", help="as --agent; scripted knows the toy worlds only")
+    parser.add_argument("--human_model", help="model name to ask a human server for")
+    parser.add_argument("--human_prompt", help="file with the human's instructions")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is --human_temperature")
+    parser.add_argument("--human_temperature", type=float, default=0.0, help="of the human")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="of one agent message")
+    # rules and judge
+    parser.add_argument("--max_turns", type=int, default=MAX_TURNS, help="agent messages in a dialogue")
+    parser.add_argument("--reply_chars", type=int, help="cut human replies here (default: 400 backend, 1000 frontend)")
+    parser.add_argument("--judge", choices=("fixed", "official"), default="fixed", help="grading semantics (README)")
+    parser.add_argument("--require_protection", action="store_true", help="refuse to run if the sandbox lacks a protection")
+    parser.add_argument("--clip", default="openai/clip-vit-base-patch32", help="frontend reward: CLIP model, or none")
+    parser.add_argument("--clip_crop", choices=("center", "pad"), default="center", help="what CLIP sees of tall pages")
+    parser.add_argument("--batch_size", type=int, default=64, help="dialogues played at the same time by each process")
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_rollout_flags(parser)
+    parser.add_argument("--samples_per_task", type=int, default=3, help="episodes of each task (paper: 3)")
+    parser.add_argument("--output", required=True, help="EPISODES.jsonl")
+    args = parser.parse_args(argv)
+    check_rollout_flags(args)
+    if args.samples_per_task < 1:
+        raise SystemExit(f"found --samples_per_task {args.samples_per_task}, expected at least 1")
+    return args
+
+
+def check_rollout_flags(args):
+    for name in ("tasks", "agent"):
+        if not getattr(args, name):
+            raise SystemExit(f"found no --{name}; expected one (see --help)")
+    for name in ("num_tasks", "max_new_tokens", "max_turns", "reply_chars", "batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
+
+
+def load_rollout(args, tasks, process):
+    """(agent, human, referee, rules) as the flags ask; everything that can fail early fails here."""
+    prompts = []
+    for path in (args.agent_prompt or f"{args.agent}/agent_prompt.txt", args.human_prompt):
+        given = path in (args.agent_prompt, args.human_prompt) and path
+        if given and not Path(path).is_file():
+            raise SystemExit(f"{path}: no such file; expected the instructions as plain text")
+        prompts.append(Path(path).read_text().strip() if path and Path(path).is_file() else None)
+    referee = Referee(args, tasks, process)
+    agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
+                         args.batch_size, process.device)
+    human = load_speaker(args.human, "human", args.human_model, args.human_temperature, 1024,
+                         args.batch_size, process.device)
+    return agent, human, referee, Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
+
+
+def collect(tasks, samples, args, process, output):
+    """Play what `output` does not hold yet, with a progress bar; return all episodes in the order of the jobs."""
+    from tqdm import tqdm
+
+    jobs = [(task, sample) for sample in range(samples) for task in tasks]
+    store = ResumableJsonl(output, lambda row: (row["task"]["task_id"], row["sample"]),
+                           lambda row: not row["error"], process.leads)
+    process.barrier()  # nobody appends before the leader has tidied the file
+    mine = [job for number, job in enumerate(jobs) if number % process.world == process.rank
+            and (job[0]["task_id"], job[1]) not in store.rows]
+    if mine:
+        agent, human, referee, rules = load_rollout(args, tasks, process)
+        solved = [row["reward"] for row in store.rows.values()]
+        with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
+                           disable=None if process.leads else True) as bar:
+            for episode in rollout(mine, agent, human, referee, rules, args.batch_size):
+                store.append(episode | {"agent": args.agent, "human": args.human})
+                if not episode["error"]:
+                    solved.append(episode["reward"])
+                bar.update(process.world)
+                bar.set_postfix_str(f"success {sum(r == 1 for r in solved) / max(1, len(solved)):.3f}, "
+                                    f"reward {sum(solved) / max(1, len(solved)):.3f}", refresh=False)
+    process.barrier()
+    episodes = store.finish([(task["task_id"], sample) for task, sample in jobs]) if process.leads else []
+    process.barrier()
+    return episodes
+
+
+def main(args):
+    process = join_processes()
+    tasks = read_tasks(args.tasks, args.num_tasks)
+    claim_output(f"{args.output}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process)
+    episodes = collect(tasks, args.samples_per_task, args, process, args.output)
+    if process.leads:
+        failed = [episode for episode in episodes if episode["error"]]
+        rewards = [episode["reward"] for episode in episodes if not episode["error"]]
+        print(f"{args.output}: {len(episodes)} episodes, success {sum(r == 1 for r in rewards) / max(1, len(rewards)):.3f},"
+              f" reward {sum(rewards) / max(1, len(rewards)):.3f}, {len(failed)} failed")
+        if failed:
+            print(f"First failure: {failed[0]['error']}\nGive the same command again to retry the failed ones.")
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())

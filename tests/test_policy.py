@@ -1,0 +1,264 @@
+"""The policy and its baselines: DPO, pairs, prefix sharing, candidates. Run: pytest tests/test_policy.py"""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from conftest import byte_tokenizer, run_script, tiny_model
+from test_critic import dialogue, episode, metrics, weights, write_episodes
+
+import train_critic
+import train_policy
+from train_critic import Row, packed_rows, turn_scores
+from train_policy import dpo_loss, make_pairs
+
+# -----------------------------------------------------------------------------
+# The equation, and pairs
+
+
+def test_dpo_is_log_2_at_the_start_and_equals_the_formula_elsewhere():
+    same = torch.tensor([-3.0, -9.0])
+    losses, better, worse = dpo_loss(same, same, same, same, 0.1)
+    assert losses.tolist() == pytest.approx([math.log(2)] * 2) and not better.any() and not worse.any()
+    loss, _, _ = dpo_loss(*torch.tensor([[-3.0], [-7.0], [-4.0], [-5.0]]), 0.5)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-0.5 * ((-3 + 4) - (-7 + 5)))))
+
+
+def test_dpo_raises_the_chosen_and_lowers_the_rejected():
+    sides = [torch.tensor([-2.0], requires_grad=True) for _ in range(2)]
+    dpo_loss(*sides, torch.tensor([-2.0]), torch.tensor([-2.0]), 1.0)[0].sum().backward()
+    assert sides[0].grad < 0 < sides[1].grad
+
+
+TEXTS = list("abcdefgh")
+SCORES = [0.1, 0.8, 0.3, 0.6, 0.5, 0.4, 0.7, 0.2]
+
+
+def test_halves_pairs_one_of_the_better_with_one_of_the_worse_half():
+    pairs = make_pairs(TEXTS, SCORES, "halves", 100, random.Random(0))
+    assert {SCORES[a] for a, _ in pairs} == {0.8, 0.7, 0.6, 0.5} and {SCORES[b] for _, b in pairs} == {0.4, 0.3, 0.2, 0.1}
+    assert len(pairs) == len(set(pairs)) == 16
+    assert len(make_pairs(TEXTS, SCORES, "halves", 4, random.Random(0))) == 4
+
+
+def test_best_worst_and_random_pair_as_their_names_say():
+    assert make_pairs(TEXTS, SCORES, "best_worst", 2, None) == [(1, 0), (6, 7)]
+    pairs = make_pairs(TEXTS, SCORES, "random", 100, random.Random(0))
+    assert len(pairs) == 28 and all(SCORES[a] > SCORES[b] for a, b in pairs)
+
+
+@pytest.mark.parametrize("pairing", ["halves", "best_worst", "random"])
+def test_equal_texts_and_ties_are_never_a_pair(pairing):
+    assert make_pairs(["x"] * 4, [0.1] * 4, pairing, 4, random.Random(0)) == []
+    assert make_pairs(["x", "y"], [0.5, 0.5], pairing, 4, random.Random(0)) == []
+    for a, b in make_pairs(["x", "y", "x", "z", "y"], [0.9, 0.1, 0.9, 0.5, 0.1], pairing, 9, random.Random(0)):
+        assert (a, b) in {(0, 1), (0, 3), (3, 1)}
+
+
+# -----------------------------------------------------------------------------
+# Prefix sharing
+
+CANDIDATES = ["what is it?", "x", "tell me more about that", "I WANT TO ANSWER: def f(): pass"]
+
+
+def gradients(model, rows):
+    model.zero_grad()
+    sums, _ = turn_scores(model, rows, "cpu")
+    flat = torch.cat([table[:row.turns] for table, row in zip(sums, rows, strict=True)])
+    (flat * torch.arange(1.0, len(flat) + 1)).sum().backward()
+    return flat.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)])
+def test_a_packed_row_has_the_logprobs_and_gradients_of_separate_rows(family, tied):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer, family, tied).double()
+    messages = dialogue("the task", "a question", "its reply")
+    finished = [True, False, True, True]
+    packed = packed_rows(tokenizer, messages, CANDIDATES, finished, 8192)
+    assert len(packed) == 1 and packed[0].turns == 4
+    separate = [packed_rows(tokenizer, messages, [text], [done], 8192)[0]
+                for text, done in zip(CANDIDATES, finished, strict=True)]
+    together, together_gradient = gradients(model, packed)
+    alone, alone_gradient = gradients(model, separate)
+    assert (together - alone).abs().max() < 1e-10
+    assert (together_gradient - alone_gradient).norm() < 1e-6 * alone_gradient.norm()
+
+
+def test_a_packed_row_that_is_too_long_becomes_several_with_the_same_scores():
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer).double()
+    whole = packed_rows(tokenizer, dialogue("t"), CANDIDATES, [True] * 4, 8192)
+    parts = packed_rows(tokenizer, dialogue("t"), CANDIDATES, [True] * 4, 80)
+    assert len(parts) > 1 and all(len(row.ids) <= 80 for row in parts)
+    sums = [torch.cat([t[:r.turns] for t, r in zip(turn_scores(model, rows, "cpu")[0], rows, strict=True)])
+            for rows in (whole, parts)]
+    assert torch.allclose(*sums, atol=1e-10)
+    assert packed_rows(tokenizer, dialogue("t" * 100), CANDIDATES, [True] * 4, 80) is None
+
+
+def test_a_cut_candidate_keeps_no_end_of_turn_token():
+    tokenizer = byte_tokenizer()
+    finished, cut = (packed_rows(tokenizer, dialogue("t"), ["ab"], [done], 8192)[0] for done in (True, False))
+    assert finished.ids == cut.ids + [tokenizer.eos_token_id]
+
+
+def test_no_candidate_sees_another():
+    row = Row([0] * 7, [-1, -1, 0, 0, 1, 1, 1], 2, prompt=2)
+    mask = train_critic.packed_mask([row], torch.tensor([row.turn_index]))[0, 0]
+    assert mask.int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],
+                                   [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1]]
+    assert row.positions() == [0, 1, 2, 3, 2, 3, 4] and row.sources()[2:] == [1, 2, 1, 4, 5]
+
+
+# -----------------------------------------------------------------------------
+# The script
+
+
+def flags(method, folder, model, output, *more):
+    return ["--method", method, "--episodes", folder / "episodes.jsonl", "--model", model, "--output", output,
+            "--batch_size", 4, "--lr", 1e-3, "--max_length", 600, "--epochs", 1, *more]
+
+
+def sweet(folder, model, output, *more):
+    return flags("sweet", folder, model, output, "--critic", folder / "critic", "--data_fraction", 0.5, "--num_candidates", 6,
+                 "--max_new_tokens", 8, *more)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """Episodes, a critic and a SWEET-RL policy."""
+    folder = tmp_path_factory.mktemp("policy")
+    write_episodes(folder / "episodes.jsonl")
+    run_script("train_critic.py", "--episodes", folder / "episodes.jsonl", "--model", tiny(), "--output", folder / "critic",
+               "--epochs", 2, "--lr", 1e-2, "--batch_size", 4, "--max_length", 600)
+    run_script("train_policy.py", *sweet(folder, tiny(), folder / "sweet"))
+    return folder
+
+
+def same_weights(a, b, tolerance=0.0):
+    return all(torch.allclose(weights(a)[name], value, atol=tolerance, rtol=0) for name, value in weights(b).items())
+
+
+def test_candidates_hold_every_turn_of_the_chosen_tasks_and_no_privileged_byte(trained):
+    rows = [json.loads(line) for line in open(trained / "sweet/candidates.jsonl")]
+    tasks = {row["task_id"] for row in rows}
+    assert len(tasks) == 3 and len(rows) == 3 * 3 * 2
+    for row in rows:
+        assert len(row["candidates"]) == len(row["finished"]) == len(row["advantages"]) == 6
+        assert "def f(): pass" not in json.dumps(row["messages"])
+
+
+def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_path):
+    run_script("train_policy.py", *sweet(trained, tiny(), tmp_path / "sweet"), processes=2)
+    ours, theirs = ([json.loads(line) for line in open(folder / "candidates.jsonl")] for folder in (trained / "sweet",
+                                                                                                    tmp_path / "sweet"))
+    for one, two in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in one.items() if k != "advantages"} == {k: v for k, v in two.items() if k != "advantages"}
+        assert one["advantages"] == pytest.approx(two["advantages"], abs=1e-5)
+    assert same_weights(trained / "sweet", tmp_path / "sweet", 1e-5)
+
+
+@pytest.mark.parametrize("more, same", [
+    (("--share", "none"), True), (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing",), True),
+    (("--pairing", "best_worst"), False), (("--pairing", "random"), False), (("--nll", "1"), False),
+    (("--pairs_per_state", "1"), False),
+])
+def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(trained, tiny, tmp_path, more, same):
+    run_script("train_policy.py", *flags("sweet", trained, tiny(), tmp_path / "again", "--candidates",
+                                         trained / "sweet/candidates.jsonl", *more))
+    assert same_weights(trained / "sweet", tmp_path / "again", 1e-5) == same
+
+
+def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
+    rows = train_policy.read_candidates(trained / "sweet/candidates.jsonl")
+    for share, expected in (("state", 1), ("pair", 1), ("none", 2)):
+        args = train_policy.parse_args(["--method", "sweet", "--episodes", "x", "--model", "x", "--output", "x", "--candidates",
+                                        "x", "--share", share])
+        items, report = train_policy.candidate_items(byte_tokenizer(), rows, args)
+        assert all(len(item.rows) == expected for item in items)
+        assert sum(len(item.pairs) for item in items) == report["pairs"]
+        assert (len(items) < report["pairs"]) == (share == "state")
+
+
+def test_the_plain_reference_changes_the_ranking(trained):
+    task, texts = episode("t", 1.0)["task"], ["aa", "b", "cccc"]
+    scores = [train_critic.Critic(str(trained / "critic"), "cpu", reference).score(task, dialogue("t"), texts, [True] * 3)
+              for reference in ("privileged", "plain")]
+    assert scores[0] != pytest.approx(scores[1], abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["mtdpo", "rft", "sft"])
+def test_each_baseline_learns_what_it_should(trained, tiny, tmp_path, method):
+    run_script("train_policy.py", *flags(method, trained, tiny(), tmp_path / method, "--epochs", 6))
+    lines = metrics(tmp_path / method)
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"]
+    if method == "mtdpo":
+        assert lines[0]["train/margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_rft_takes_successes_only_and_sft_everything(trained):
+    tokenizer = byte_tokenizer()
+    episodes = train_critic.load_episodes([trained / "episodes.jsonl"])[0]
+    sizes = {}
+    for method in ("rft", "sft"):
+        args = train_policy.parse_args(["--method", method, "--episodes", "x", "--model", "x", "--output", "x"])
+        items, _ = train_policy.method_items(tokenizer, episodes, args, None)
+        sizes[method] = len(items)
+        assert all(set(item.rows[0].turn_index) == {-1, 0} for item in items)
+    assert sizes == {"rft": 6, "sft": 18}
+
+
+def test_the_toy_model_speaks_and_round_trips_its_texts(toy_episodes, tmp_path):
+    run_script("train_policy.py", "--method", "sft", "--model", "toy", "--episodes", toy_episodes, "--output",
+               tmp_path / "toy", "--max_steps", 2, "--batch_size", 8, "--micro_batch_size", 8, "--lr", 1e-3)
+    from colbench import load_tokenizer, read_episodes
+
+    tokenizer = load_tokenizer(str(tmp_path / "toy"))
+    for row in read_episodes([toy_episodes]):
+        for message in row["dialogue_history"]:
+            ids = tokenizer.encode(message["content"], add_special_tokens=False)
+            assert tokenizer.decode(ids) == message["content"]
+    assert (tmp_path / "toy/agent_prompt.txt").is_file()
+
+
+# -----------------------------------------------------------------------------
+# Resume
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_was_cut_and_resumed_ends_bit_equal(trained, tiny, tmp_path, processes):
+    command = flags("mtdpo", trained, tiny(), tmp_path / "cut", "--epochs", 3, "--save_every", 1)
+    whole = [*command[:7], tmp_path / "whole", *command[8:]]
+    assert command[6] == "--output"
+    run_script("train_policy.py", *whole, processes=processes)
+    # a kill between two steps leaves the state of the last one: the crash is made by a full stop in save_state
+    crash = "import sys, os, train_critic, train_policy\n" \
+        "save = train_critic.save_state\n" \
+        "def crash(folder, step, *rest):\n" \
+        "    save(folder, step, *rest)\n" \
+        "    if step == 4: os._exit(9)\n" \
+        "train_critic.save_state = crash\n" \
+        "train_policy.launch(train_policy.main, train_policy.parse_args())\n"
+    (tmp_path / "crash.py").write_text(crash)
+    from conftest import ROOT
+
+    done = run_script(tmp_path / "crash.py", *command, processes=processes, check=False, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0 and (tmp_path / "cut/state").is_dir() and not (tmp_path / "cut/config.json").exists()
+    # give exactly the same command as the user would
+    run_script("train_policy.py", *command, processes=processes)
+    assert same_weights(tmp_path / "cut", tmp_path / "whole")
+    assert [line["step"] for line in metrics(tmp_path / "cut")] == list(range(len(metrics(tmp_path / "whole"))))
+
+
+def test_another_command_on_the_same_output_is_refused(trained, tiny):
+    done = run_script("train_policy.py", *sweet(trained, tiny(), trained / "sweet", "--beta", "0.3"), check=False)
+    assert done.returncode == 1 and "differs in beta" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_complete_run_given_again_does_nothing(trained, tiny):
+    before = (trained / "sweet/model.safetensors").stat().st_mtime_ns
+    done = run_script("train_policy.py", *sweet(trained, tiny(), trained / "sweet"))
+    assert "complete" in done.stdout and (trained / "sweet/model.safetensors").stat().st_mtime_ns == before

@@ -1,0 +1,830 @@
+"""Train the critic: an advantage for each turn from the outcome of whole dialogues (SWEET-RL section 4.1).
+
+How it works:
+  1. episodes of one task are paired by outcome: a better (chosen) and a worse one (rejected);
+  2. critic and reference model read the dialogue with the reference solution in front, which the policy never sees;
+  3. the advantage of a turn is the mean log-ratio of its tokens, critic to reference (Eq. 3, `advantage`);
+  4. a Bradley-Terry loss on the sums of both dialogues' advantages trains the critic (Eq. 2, `critic_loss`).
+One forward scores all turns of a dialogue; logits exist only for agent tokens; reference log-probs are computed once.
+
+    python train_critic.py --episodes episodes.jsonl --model toy/base --output runs/out/critic --lr 1e-4
+    torchrun --nproc_per_node 8 train_critic.py --episodes episodes.jsonl --model meta-llama/Llama-3.1-8B-Instruct \
+        --output critic
+
+Reads: episodes (collect.py, or the official file). Writes: a checkpoint directory with run.json and metrics.jsonl.
+Letters in shapes: B pairs, R rows of a forward, S turns, T tokens, C scored columns, V vocabulary.
+
+Differences from the paper: none in the equations. Differences from the official code: the mean is per turn and not over
+the trajectory (`--normalise trajectory` is theirs); the NLL term of the paper's Table 5 is on (`--nll 0` is theirs); the
+end-of-turn token is scored and headers are not; long dialogues lose their oldest turns and not their answer.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+
+from colbench import (
+    AGENT_PROMPT,
+    ANSWER_MARKER,
+    LocalSpeaker,
+    agent_messages,
+    critic_messages,
+    derive_seed,
+    encode_dialogue,
+    end_of_turn,
+    load_model,
+    load_tokenizer,
+    read_episodes,
+    toy_credit,
+    write_atomically,
+)
+from collect import claim_output, join_processes, launch
+
+# -----------------------------------------------------------------------------
+# The equations
+
+
+def turn_logprobs(logprobs, turn_index, turns):
+    """Sums and counts of token log-probs by turn: (R, T), (R, T) -> (R, S), (R, S). Tokens with turn_index -1 are out."""
+    member = turn_index >= 0
+    index = turn_index.clamp(min=0)
+    sums = logprobs.new_zeros(len(logprobs), turns).scatter_add(1, index, logprobs * member)
+    counts = logprobs.new_zeros(len(logprobs), turns).scatter_add(1, index, member.to(logprobs))
+    return sums, counts
+
+
+def advantage(sums, reference_sums, counts, normalise="turn"):
+    """SWEET-RL Eq. (3): A(o_t, a_t, c) = 1/L sum_l [log pi_theta(a_l | o_t, a_<l, c) - log pi_ref(a_l | o_t, a_<l, c)].
+
+    All arguments (R, S): turn sums of log-probs, and L, the tokens of the turn; a turn without tokens gets 0.
+    Official code: one mean over all agent tokens of the trajectory (`trajectory`). `none` is the ablation of Table 3.
+    """
+    ratio = sums - reference_sums  # log pi_theta - log pi_ref, summed over l
+    if normalise == "turn":
+        return ratio / counts.clamp(min=1)
+    if normalise == "trajectory":
+        return ratio / counts.sum(1, keepdim=True).clamp(min=1)
+    return ratio
+
+
+def critic_loss(chosen, rejected, beta):
+    """SWEET-RL Eq. (2): -log sigma(sum_t beta A(o+_t, a+_t, c) - sum_t beta A(o-_t, a-_t, c)); (B, S), (B, S) -> (B,)."""
+    return -F.logsigmoid(beta * chosen.sum(1) - beta * rejected.sum(1))
+
+
+def value_loss(logits, rewards, turn_exists):
+    """The "regression head" of the paper's Table 3: each turn predicts the outcome; (R, S), (R,), (R, S) -> (R,)."""
+    losses = F.binary_cross_entropy_with_logits(logits, rewards[:, None].expand_as(logits), reduction="none")
+    return (losses * turn_exists).sum(1) / turn_exists.sum(1)
+
+
+# -----------------------------------------------------------------------------
+# Rows: encoded dialogues, alone or packed, and their log-probs by turn
+
+
+@dataclasses.dataclass
+class Row:
+    """A sequence of tokens to score. A packed row holds several turns after one prompt (train_policy.py)."""
+
+    ids: list  # T token ids
+    turn_index: list  # T turn numbers, -1 where the token is not an agent token
+    turns: int
+    prompt: int = 0  # packed: length of the shared prompt; 0: an ordinary causal row
+    reference: list | None = None  # S log-prob sums under the reference model
+    answered: bool = False  # whether the last turn is marked as the answer
+
+    def positions(self):
+        """Position of each token: packed turns all start right after the prompt. (T,)"""
+        if not self.prompt:
+            return list(range(len(self.ids)))
+        positions = list(range(self.prompt))
+        for place in range(self.prompt, len(self.ids)):
+            first = place == self.prompt or self.turn_index[place] != self.turn_index[place - 1]
+            positions.append(self.prompt if first else positions[-1] + 1)
+        return positions
+
+    def sources(self):
+        """Column whose logits predict each token: the one before, or the prompt's last for a packed turn's first. (T,)"""
+        positions = self.positions()
+        return [self.prompt - 1 if self.prompt and positions[place] == self.prompt else max(0, place - 1)
+                for place in range(len(self.ids))]
+
+
+def encode_row(tokenizer, messages, finished, max_length):
+    """(row, dropped turns) of a dialogue within `max_length` tokens; (None, dropped) if its last turn does not fit.
+
+    A dialogue that is too long loses whole oldest turns after the first user message, never part of a scored turn.
+    """
+    first = next(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+    for dropped in range((len(messages) - first) // 2 + 1):
+        kept = messages[:first] + messages[first + 2 * dropped:]
+        ids, turn_index = encode_dialogue(tokenizer, kept, finished[dropped:])
+        if len(ids) <= max_length:
+            return Row(ids, turn_index, max(turn_index) + 1), dropped
+    return None, dropped
+
+
+def collate(rows, device):
+    """Rows side by side, padded on the right: ids, turn_index, positions, sources (R, T), and a mask if one is packed."""
+    width = max(len(row.ids) for row in rows)
+
+    def table(lists, filler):
+        return torch.tensor([values + [filler] * (width - len(values)) for values in lists], device=device)
+
+    batch = {"ids": table([r.ids for r in rows], 0), "turn_index": table([r.turn_index for r in rows], -1),
+             "positions": table([r.positions() for r in rows], 0), "sources": table([r.sources() for r in rows], 0)}
+    batch["mask"] = packed_mask(rows, batch["turn_index"]) if any(row.prompt for row in rows) else None
+    return batch
+
+
+def packed_mask(rows, turn_index):
+    """Who may look at whom (R, 1, T, T): at earlier tokens of the prompt and of the own turn, never of another turn."""
+    width = turn_index.shape[1]
+    column = torch.arange(width, device=turn_index.device)
+    prompt = torch.tensor([row.prompt or width for row in rows], device=turn_index.device)
+    own = turn_index[:, :, None] == turn_index[:, None, :]  # (R, T, T)
+    shared = (column[None] < prompt[:, None])[:, None, :]  # (R, 1, T)
+    causal = column[:, None] >= column[None]  # (T, T)
+    return ((own | shared) & causal)[:, None]
+
+
+def forward_turns(model, rows, device):
+    """Log-prob sums and token counts of each turn, (R, S) and (R, S), with logits only where an agent token is next."""
+    batch = collate(rows, device)
+    row, column = (batch["turn_index"] >= 0).nonzero(as_tuple=True)  # the scored tokens, (n,) and (n,)
+    columns, place = batch["sources"][row, column].unique(return_inverse=True)  # the C columns that predict them
+    logits = forward(model, batch, columns)  # (R, C, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    picked = logits[row, place, batch["ids"][row, column]] - logits.logsumexp(-1)[row, place]  # (n,)
+    logprobs = torch.zeros_like(batch["ids"], dtype=picked.dtype).index_put((row, column), picked)
+    return turn_logprobs(logprobs, batch["turn_index"], max(r.turns for r in rows))
+
+
+def forward_values(model, rows, device):
+    """Value head: the logit at the last token of each turn, and whether the turn exists; (R, S) and (R, S)."""
+    batch = collate(rows, device)
+    turns = max(row.turns for row in rows)
+    last = [{turn: place for place, turn in enumerate(row.turn_index)} for row in rows]  # turn -> its last token
+    ends = torch.tensor([[places.get(turn, 0) for turn in range(turns)] for places in last], device=device)
+    values = model(input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=batch["mask"],
+                   use_cache=False).logits[..., 0].float()  # (R, T)
+    exists = torch.tensor([[float(turn < row.turns) for turn in range(turns)] for row in rows], device=device)
+    return values.gather(1, ends) * exists, exists
+
+
+def forward(model, batch, columns):
+    # Without a mask and without cache every row is plain causal; padding stands on the right, where no token looks
+    return model(input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=batch["mask"], use_cache=False,
+                 logits_to_keep=columns).logits
+
+
+def grouped(rows, micro_batch_size):
+    """Rows for one forward each. One unpadded row at a time wastes nothing; small models want many rows at once."""
+    if micro_batch_size == 1:
+        return [[row] for row in rows]
+    return [rows]
+
+
+def turn_scores(model, rows, device, micro_batch_size=1, forward_fn=None):
+    """(sums, counts) of all rows, (R, S) each, whether they are forwarded one by one or together."""
+    forward_fn = forward_fn or forward_turns
+    turns = max(row.turns for row in rows)
+    parts = [forward_fn(model, group, device) for group in grouped(rows, micro_batch_size)]
+    return tuple(torch.cat([F.pad(part[side], (0, turns - part[side].shape[1])) for part in parts]) for side in (0, 1))
+
+
+# -----------------------------------------------------------------------------
+# Pairs of episodes
+
+
+def load_episodes(paths):
+    """Episodes that can be trained on, and how many had to be left out because of an error."""
+    episodes = read_episodes(paths)
+    sound = [episode for episode in episodes if not episode["error"]]
+    return sound, len(episodes) - len(sound)
+
+
+def group_by_task(episodes):
+    groups = {}
+    for episode in episodes:
+        groups.setdefault(episode["task"]["task_id"], []).append(episode)
+    return groups
+
+
+def pair_episodes(group, rule="best_vs_rest", margin=0.0):
+    """(chosen, rejected) episodes of one task.
+
+    best_vs_rest (official code): the first best episode against all that are worse; backend tasks only if the best one
+    passes every test. all: every two episodes of different outcome. Frontend pairs differ by at least `margin`.
+    """
+    if rule == "all":
+        return [(a, b) for a in group for b in group if a["reward"] > b["reward"] and a["reward"] - b["reward"] >= margin]
+    best = max(group, key=lambda episode: episode["reward"])
+    if best["task"]["domain"] == "backend" and not best["success"]:
+        return []
+    return [(best, other) for other in group if best["reward"] > other["reward"]
+            and best["reward"] - other["reward"] >= margin]
+
+
+def split_tasks(groups, holdout, seed):
+    """(task ids to train on, held out): whole tasks, by a seeded shuffle of their ids."""
+    names = sorted(groups)
+    random.Random(derive_seed(seed, "holdout")).shuffle(names)
+    count = math.ceil(holdout * len(names)) if holdout else 0
+    return names[count:], names[:count]
+
+
+def dialogue_row(tokenizer, episode, privileged, max_length):
+    """(row, dropped turns) of an episode as the critic sees it."""
+    history = episode["dialogue_history"]
+    prompt = episode.get("agent_prompt")
+    prompt = AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
+    last = max(number for number, message in enumerate(history) if message["role"] == "assistant")
+    messages = critic_messages(episode["task"], agent_messages(episode["task"], history[:last + 1], prompt), privileged)
+    finished = [message.get("finished", True) for message in history if message["role"] == "assistant"]
+    row, dropped = encode_row(tokenizer, messages, finished, max_length)
+    if row:
+        row.answered = ANSWER_MARKER in history[last]["content"]
+    return row, dropped
+
+
+@dataclasses.dataclass
+class Item:
+    """What one term of the loss needs: its rows, the rewards of their episodes, and the pairs of turns to compare."""
+
+    rows: list
+    rewards: list
+    pairs: list = ((0, 1),)  # (chosen, rejected); what they number is the objective's business
+
+
+def pair_items(tokenizer, groups, names, args, privileged):
+    """(items, report) of the tasks `names`: one item a pair of episodes; rows are shared by the pairs of a task."""
+    items, report = [], {"pairs": 0, "tasks_with_pairs": 0, "tasks_without": 0, "turns_dropped": 0, "too_long": 0}
+    for name in names:
+        pairs = pair_episodes(groups[name], args.pairs, args.margin)
+        report["tasks_with_pairs" if pairs else "tasks_without"] += 1
+        rows = {}
+        for episode in {id(e): e for pair in pairs for e in pair}.values():
+            rows[id(episode)], dropped = dialogue_row(tokenizer, episode, privileged, args.max_length)
+            report["turns_dropped"] += dropped if rows[id(episode)] else 0
+            report["too_long"] += rows[id(episode)] is None
+        items += [Item([rows[id(a)], rows[id(b)]], [a["reward"], b["reward"]]) for a, b in pairs
+                  if rows[id(a)] and rows[id(b)]]
+    report["pairs"] = len(items)
+    return items, report
+
+
+# -----------------------------------------------------------------------------
+# The training loop of both trainers
+
+
+def shard(model, process, checkpointing):
+    """FSDP2: each decoder layer and the root; fp32 master weights, bf16 compute on GPUs. In place."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    if process.world == 1 and process.device == "cpu":
+        return  # nothing to share, and DTensors would slow small models down
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if process.device != "cpu" \
+        else MixedPrecisionPolicy()
+    mesh = torch.distributed.init_device_mesh(process.device.split(":")[0], (process.world,))
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextlib.contextmanager
+def scoring(model):
+    """No gradients, and afterwards the root's parameters are shards again, as optimiser and checkpoints need them.
+
+    FSDP2 leaves the root unsharded after a forward, to spare the backward a gather that never comes here.
+    """
+    with torch.no_grad():
+        yield
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
+def load_trainable(path, process, auto_class="AutoModelForCausalLM", **options):
+    """fp32 master weights. On a GPU the checkpoint's bf16 is read first, so that hosts need not hold fp32 copies."""
+    dtype = torch.float32 if process.device == "cpu" else torch.bfloat16
+    return load_model(path, dtype, process.device, auto_class, **options).float()
+
+
+def my_share(entries, process):
+    """(entry, weight) pairs of this rank. Every rank gets equally many; fillers have weight 0, since ranks that run
+    different numbers of forwards would wait for each other for ever."""
+    count = -(-len(entries) // process.world)
+    mine = [(entry, 1.0) for entry in entries[process.rank::process.world]]
+    return mine + [(entries[0], 0.0)] * (count - len(mine))
+
+
+def score_rows(model, rows, process, micro_batch_size=1, forward_fn=None):
+    """Fill `reference` of every row with its turn sums under `model`; ranks share the work and then the results."""
+    unique = list({id(row): row for row in rows}.values())
+    unique.sort(key=lambda row: len(row.ids))
+    share = [row for row, _ in my_share(unique, process)]
+    sums = []
+    with scoring(model):
+        for start in range(0, len(share), 2 * micro_batch_size):
+            group = share[start:start + 2 * micro_batch_size]
+            scores, _ = turn_scores(model, group, process.device, micro_batch_size, forward_fn)
+            sums += [row_scores[:row.turns].tolist() for row, row_scores in zip(group, scores, strict=True)]
+    gathered = [None] * process.world
+    torch.distributed.all_gather_object(gathered, sums)
+    for number, row in enumerate(unique):
+        row.reference = gathered[number % process.world][number // process.world]
+
+
+def reference_tensor(rows, like):
+    """The rows' reference sums as one tensor of the shape of `like`, (R, S)."""
+    turns = like.shape[1]
+    return torch.tensor([row.reference + [0.0] * (turns - len(row.reference)) for row in rows]).to(like)
+
+
+def plan_batches(count, batch_size, epochs, seed):
+    """Item numbers of each step: every epoch a new seeded order, known in advance, so a resumed run follows it."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(range(count))
+        random.Random(derive_seed(seed, "order", epoch)).shuffle(order)
+        batches += [order[start:start + batch_size] for start in range(0, count, batch_size)]
+    return batches
+
+
+def learning_rate(step, steps, args):
+    """Linear warm-up over `--warmup` of the steps, then cosine down to a tenth."""
+    warmup = max(1, round(args.warmup * steps))
+    if step < warmup:
+        return args.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return args.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train_step(model, optimizer, batch, objective, args, process):
+    """One optimiser step on a global batch; returns its metrics, averaged over the batch on all ranks."""
+    total = sum(len(item.pairs) for item in batch)
+    mine = my_share(batch, process)
+    sums = {}
+    for start in range(0, len(mine), args.micro_batch_size):
+        items = [item for item, _ in mine[start:start + args.micro_batch_size]]
+        weights = torch.tensor([weight * len(item.pairs) for item, weight in mine[start:start + args.micro_batch_size]],
+                               device=process.device)
+        metrics = objective(model, items)
+        loss = (metrics["train/loss"] * weights).sum() / total
+        (loss * process.world).backward()  # FSDP averages the gradients of the ranks; the batch wants their sum
+        for name, values in metrics.items():
+            sums[name] = sums.get(name, 0.0) + (values.detach() * weights).sum().double()
+    reduced = torch.stack(list(sums.values()))
+    torch.distributed.all_reduce(reduced)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    metrics = dict(zip(sums, (reduced / total).tolist(), strict=True)) | {"optim/grad_norm": norm.item()}
+    if math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["optim/grad_norm"]):
+        optimizer.step()
+    optimizer.zero_grad()
+    return metrics
+
+
+def train(model, items, objective, args, process, holdout=None):
+    """The loop: plan, resume, step, log, save. `holdout()` adds its metrics after each epoch."""
+    output = Path(args.output)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    batches = plan_batches(len(items), args.batch_size, args.epochs, args.seed)[:args.max_steps]
+    start = load_state(output / "state", model, optimizer, process)
+    log, norms = MetricsLog(output / "metrics.jsonl", start, process), []
+    for step in log.progress(start, len(batches)):
+        began = time.perf_counter()
+        torch.manual_seed(derive_seed(args.seed, step))  # dropout, if a model has it, must not depend on resuming
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, len(batches), args)
+        batch = [items[number] for number in batches[step]]
+        metrics = train_step(model, optimizer, batch, objective, args, process)
+        stop_if_not_finite(metrics, step, batches[step], output, process)
+        norms.append(metrics["optim/grad_norm"])
+        metrics["optim/spike"] = float(norms[-1] > 10 * numpy.median(norms[-50:]))
+        metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "time/step": time.perf_counter() - began}
+        metrics["data/tokens"] = sum(len(row.ids) for item in batch for row in item.rows)
+        if holdout and ((step + 1) % math.ceil(len(items) / args.batch_size) == 0 or step + 1 == len(batches)):
+            metrics |= holdout()
+        log.write(step, metrics)
+        if (step + 1) % args.save_every == 0 and step + 1 < len(batches):
+            save_state(output / "state", step + 1, model, optimizer, process)
+
+
+def stop_if_not_finite(metrics, step, numbers, output, process):
+    if math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["optim/grad_norm"]):
+        return
+    if process.leads:
+        write_atomically(output / "bad_batch.json", json.dumps({"step": step, "items": numbers, "metrics": metrics}))
+    raise SystemExit(f"step {step}: found loss {metrics['train/loss']} and gradient norm {metrics['optim/grad_norm']},"
+                     f" expected finite numbers; the weights were left as they were and {output}/bad_batch.json names"
+                     " the items of the batch; lower --lr or look at these items")
+
+
+class MetricsLog:
+    """metrics.jsonl: one line a step. Lines after the step that a run resumes from are dropped."""
+
+    def __init__(self, path, start, process):
+        self.path, self.process, self.bar = path, process, None
+        if process.leads and path.exists():
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            write_atomically(path, "".join(line + "\n" for line in lines if json.loads(line)["step"] < start))
+
+    def progress(self, start, steps):
+        from tqdm import tqdm
+
+        self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=None if self.process.leads else True)
+        return self.bar
+
+    def write(self, step, metrics):
+        if self.process.leads:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"step": step} | metrics) + "\n")
+            shown = {name: metrics[name] for name in ("train/loss", "train/accuracy") if name in metrics}
+            self.bar.set_postfix_str(" ".join(f"{name.split('/')[1]} {value:.3f}" for name, value in shown.items()), refresh=False)
+            if metrics["optim/spike"]:
+                self.bar.write(f"step {step}: gradient norm {metrics['optim/grad_norm']:.3g}, over ten times the median")
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def save_state(folder, step, model, optimizer, process):
+    """What an exact resume needs; each rank writes its shards. The folder gets its name only when it is whole."""
+    partial = folder.with_name("state.partial")
+    if process.leads:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    process.barrier()
+    torch.save({"step": step, "world": process.world, "parameters": [local(p) for p in model.parameters()],
+                "moments": [{name: local(value) for name, value in optimizer.state[p].items()}
+                            for p in model.parameters()]}, partial / f"rank{process.rank}.pt")
+    process.barrier()
+    if process.leads:
+        old = folder.with_name("state.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(folder, model, optimizer, process):
+    """The step to go on from, 0 if there is no state; restores weights and moments bit for bit."""
+    if not folder.is_dir() and folder.with_name("state.old").is_dir():
+        folder = folder.with_name("state.old")  # killed between the two renames of save_state
+    path = folder / f"rank{process.rank}.pt"
+    if not folder.is_dir():
+        return 0
+    state = torch.load(path, weights_only=True, map_location=process.device) if path.is_file() else {"world": 0}
+    if state["world"] != process.world:
+        raise SystemExit(f"{folder}: found the state of a run of {len(list(folder.iterdir()))} processes, expected"
+                         f" {process.world}; use as many as before, or remove the folder to start again")
+    parameters = list(model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # a step of length 0 makes the moments, which are then filled
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, saved, moments in zip(parameters, state["parameters"], state["moments"], strict=True):
+            local(parameter).copy_(saved)
+            for name, value in moments.items():
+                local(optimizer.state[parameter][name]).copy_(value)
+    return state["step"]
+
+
+def save_checkpoint(output, model, tokenizer, agent_prompt, process):
+    """A directory that from_pretrained opens, weights as trained (fp32: bf16 would lose steps as small as the paper's).
+
+    config.json comes last, so that a half-written checkpoint never opens.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if process.leads:
+        partial = output / "checkpoint.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.config.dtype = torch.float32
+        model.save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+        if agent_prompt is not None:  # the instructions travel with the weights that were trained on them
+            (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, output / path.name)
+        partial.rmdir()
+        shutil.rmtree(output / "state", ignore_errors=True)
+    process.barrier()
+
+
+def is_complete(output, process):
+    """Whether the directory already holds the finished checkpoint of this very command."""
+    if (Path(output) / "config.json").is_file():
+        if process.leads:
+            print(f"{output}: this run is complete; nothing to do")
+        return True
+    return False
+
+
+# -----------------------------------------------------------------------------
+# The critic's objective, its use as a scorer, and what it reports
+
+
+def critic_objective(model, items, args, device):
+    """Losses and metrics of a micro-batch of episode pairs, (B,) each."""
+    rows = [row for item in items for row in item.rows]
+    if args.head == "value":
+        values, exists = turn_scores(model, rows, device, args.micro_batch_size, forward_values)
+        rewards = torch.tensor([reward for item in items for reward in item.rewards], device=device)
+        losses = value_loss(values, rewards, exists)
+        best, worst = ((values * exists).sum(1) / exists.sum(1)).view(-1, 2).unbind(1)
+        return {"train/loss": (losses[0::2] + losses[1::2]) / 2, "train/accuracy": (best > worst).float()}
+    sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
+    advantages = advantage(sums, reference_tensor(rows, sums), counts, args.normalise)
+    chosen, rejected = advantages[0::2], advantages[1::2]
+    nll = -sums[0::2].sum(1) / counts[0::2].sum(1)
+    return {
+        "train/loss": critic_loss(chosen, rejected, args.beta) + args.nll * nll,
+        "train/accuracy": (chosen.sum(1) > rejected.sum(1)).float(),
+        "train/margin": chosen.sum(1) - rejected.sum(1),
+        "train/nll": nll,
+    }
+
+
+def turn_advantages(model, rows, args, process):
+    """Advantages and token counts of every turn of `rows`, as lists; ranks share the work."""
+    share = [row for row, _ in my_share(rows, process)]
+    found = []
+    with scoring(model):
+        for start in range(0, len(share), 2 * args.micro_batch_size):
+            group = share[start:start + 2 * args.micro_batch_size]
+            if args.head == "value":
+                scores, counts = turn_scores(model, group, process.device, args.micro_batch_size, forward_values)
+            else:
+                sums, counts = turn_scores(model, group, process.device, args.micro_batch_size)
+                scores = advantage(sums, reference_tensor(group, sums), counts, args.normalise)
+            found += [(s[:row.turns].tolist(), c[:row.turns].tolist())
+                      for row, s, c in zip(group, scores, counts, strict=True)]
+    gathered = [None] * process.world
+    torch.distributed.all_gather_object(gathered, found)
+    return [gathered[number % process.world][number // process.world] for number in range(len(rows))]
+
+
+def holdout_metrics(model, items, args, process):
+    """What the critic says of held-out pairs: does it rank them, and at which level are answers and other turns?
+
+    Bradley-Terry on sums leaves the level of the answering turn free when every dialogue has exactly one; a critic that
+    has drifted there teaches the policy never to answer, so both levels are reported for chosen and rejected.
+    """
+    if not items:
+        return {}
+    rows = [row for item in items for row in item.rows]
+    scored = turn_advantages(model, rows, args, process)
+    totals = numpy.array([sum(advantages) for advantages, _ in scored])
+    margins = totals[0::2] - totals[1::2]
+    flat = [(a, c, turn == row.turns - 1 and row.answered, number % 2) for number, (row, (advantages, counts)) in
+            enumerate(zip(rows, scored, strict=True)) for turn, (a, c) in enumerate(zip(advantages, counts, strict=True))]
+    values, lengths, answers, rejected = (numpy.array(column, dtype=float) for column in zip(*flat, strict=True))
+    metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(items),
+               "holdout/loss": float(numpy.logaddexp(0, -args.beta * margins).mean())}
+    if lengths.std() > 0 and values.std() > 0:
+        metrics["holdout/length_correlation"] = float(numpy.corrcoef(values, lengths)[0, 1])
+    for side, name in enumerate(("chosen", "rejected")):
+        for kind, label in ((1, "answer"), (0, "other")):
+            chosen = values[(rejected == side) & (answers == kind)]
+            if len(chosen):
+                metrics[f"holdout/{label}_{name}"] = float(chosen.mean())
+    return metrics
+
+
+def packed_rows(tokenizer, messages, texts, finished, max_length):
+    """Rows [prompt | a1 | a2 | ...] that hold the candidate `texts` of one state; None if not even one fits.
+
+    A candidate is its text and, when finished, the end-of-turn token: cut ones keep none, so nobody learns to stop there.
+    """
+    end = end_of_turn(tokenizer)[0]
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    turns = [ids + [end] * done for ids, done in zip(encoded, finished, strict=True)]
+    longest = max(map(len, turns))
+    row, _ = encode_row(tokenizer, messages, [True] * len(messages), max_length - longest)
+    if row is None:
+        return None
+    rows = []
+    for number, ids in enumerate(turns):
+        if not rows or len(rows[-1].ids) + len(ids) > max_length:
+            rows.append(Row(list(row.ids), [-1] * len(row.ids), 0, prompt=len(row.ids)))
+        rows[-1].turn_index += [rows[-1].turns] * len(ids)
+        rows[-1].ids += ids
+        rows[-1].turns += 1
+    for row in rows:
+        row.prompt *= row.turns > 1  # a row of one turn is an ordinary causal row and needs no mask
+    return rows
+
+
+class Critic:
+    """A trained critic as a scorer: the advantage of each candidate turn of a state (Eq. 3)."""
+
+    def __init__(self, path, device, reference="privileged"):
+        run = Path(path) / "run.json"
+        if not run.is_file():
+            raise SystemExit(f"{path}: found no run.json, expected a directory written by train_critic.py")
+        flags = json.loads(run.read_text())["flags"]
+        if "head" not in flags:
+            raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
+        self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
+        self.reference, self.max_length, self.device = reference, flags["max_length"], device
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.tokenizer = load_tokenizer(path)
+        kind = "AutoModelForTokenClassification" if self.head == "value" else "AutoModelForCausalLM"
+        self.model = load_model(path, dtype, device, kind).eval()
+        self.reference_model = None if self.head == "value" else load_model(flags["model"], dtype, device).eval()
+
+    @torch.no_grad()
+    def score(self, task, messages, texts, finished):
+        """One advantage per text; equal texts are scored once. None where a state is too long to be scored."""
+        distinct = list(dict.fromkeys(zip(texts, finished, strict=True)))
+        view = critic_messages(task, messages, self.privileged)
+        rows = packed_rows(self.tokenizer, view, *zip(*distinct, strict=True), self.max_length)
+        if rows is None:
+            return None
+        if self.head == "value":
+            scores = [forward_values(self.model, [row], self.device)[0][0] for row in rows]
+        else:
+            scored = [forward_turns(self.model, [row], self.device) for row in rows]
+            if self.reference == "plain":  # official ranking: the reference does not see the solution
+                rows = packed_rows(self.tokenizer, messages, *zip(*distinct, strict=True), self.max_length)
+            references = torch.cat([forward_turns(self.reference_model, [row], self.device)[0][0] for row in rows])
+            sums, counts = (torch.cat([part[side][0] for part in scored]) for side in (0, 1))
+            one_turn = "none" if self.normalise == "none" else "turn"
+            scores = [advantage(sums[None], references[None], counts[None], one_turn)[0]]
+        by_text = dict(zip(distinct, torch.cat(scores).tolist(), strict=True))
+        return [by_text[candidate] for candidate in zip(texts, finished, strict=True)]
+
+
+def states_of(episodes):
+    """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
+    for episode in episodes:
+        history = episode["dialogue_history"]
+        prompt = episode.get("agent_prompt")
+        prompt = AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
+        for place, message in enumerate(history):
+            if message["role"] == "assistant":
+                yield episode, place // 2, agent_messages(episode["task"], history[:place], prompt)
+
+
+CREDIT_KINDS = ("all", "question_question", "answer_answer", "answer_question_known", "answer_question_unknown")
+
+
+def credit_pairs(credits, known):
+    """(kind, better, worse) of the candidates of one state whose true worth differs, by their places."""
+    for a, first in enumerate(credits):
+        for b, second in enumerate(credits):
+            if first.worth > second.worth:
+                answers = ("answer" in first.kind) + ("answer" in second.kind)
+                kind = {0: "question_question", 2: "answer_answer",
+                        1: "answer_question_known" if known else "answer_question_unknown"}[answers]
+                yield kind, a, b
+
+
+def credit_auc(critic, episodes, policy, seed, max_states=200, num_candidates=16):
+    """Within-state AUC of the critic's credit on toy tasks: how often the truly better of two candidates scores higher."""
+    states = [state for state in states_of(episodes) if state[0]["task"].get("toy") and state[0]["task"]["domain"] == "backend"]
+    random.Random(derive_seed(seed, "credit")).shuffle(states)
+    states = states[:max_states]
+    spoken = policy.speak([messages for _, _, messages in states], num_candidates,
+                          [derive_seed(seed, "credit", number) for number in range(len(states))])
+    hits = {kind: [] for kind in CREDIT_KINDS}
+    for (episode, turn, messages), utterances in zip(states, spoken, strict=True):
+        texts, finished = zip(*dict.fromkeys(utterances), strict=True)
+        scores = critic.score(episode["task"], messages, texts, finished)
+        history = episode["dialogue_history"][:2 * turn + 1]
+        credits = [toy_credit(episode["task"], history + [{"role": "assistant", "content": text}], turn) for text in texts]
+        known = not any(credit.kind in ("useful question", "early answer") for credit in credits)
+        for kind, better, worse in credit_pairs(credits, known):
+            hit = 0.5 * (scores[better] == scores[worse]) + (scores[better] > scores[worse])
+            hits[kind].append(hit)
+            hits["all"].append(hit)
+    return {f"credit_auc/{kind}": float(numpy.mean(found)) for kind, found in hits.items() if found}
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+def add_training_flags(parser, epochs):
+    """The flags that both trainers share."""
+    # data
+    parser.add_argument("--episodes", nargs="+", required=True, help="episode files of collect.py, or official ones")
+    parser.add_argument("--model", required=True, help="model to start from; also the frozen reference")
+    parser.add_argument("--output", required=True, help="checkpoint directory to write")
+    parser.add_argument("--pairs", choices=("best_vs_rest", "all"), default="best_vs_rest", help="pairs of episodes")
+    parser.add_argument("--margin", type=float, default=0.0, help="least difference of reward in a pair (frontend: 0.1)")
+    parser.add_argument("--max_length", type=int, default=8192, help="tokens of a dialogue; longer ones lose oldest turns")
+    # algorithm: the defaults are the paper's Table 5
+    parser.add_argument("--beta", type=float, default=0.1, help="of the Bradley-Terry loss")
+    parser.add_argument("--nll", type=float, default=0.01, help="weight of the likelihood of the chosen side")
+    # optimisation
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
+    parser.add_argument("--max_steps", type=int, help="stop after so many steps, for short runs")
+    parser.add_argument("--batch_size", type=int, default=8, help="items per step over all processes")
+    parser.add_argument("--micro_batch_size", type=int, default=1, help="items per backward; 1 wastes nothing on padding")
+    parser.add_argument("--warmup", type=float, default=0.03, help="share of the steps that warm up")
+    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
+    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None,
+                        help="recompute activations in the backward (default: on GPUs)")
+    parser.add_argument("--save_every", type=int, default=200, help="steps between saved training states")
+    parser.add_argument("--seed", type=int, default=0, help="of data order, hold-out and sampling")
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_training_flags(parser, epochs=4)
+    parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
+                        help="what the critic sees besides the dialogue")
+    parser.add_argument("--normalise", choices=("turn", "trajectory", "none"), default="turn",
+                        help="mean over the turn's tokens (paper), over the trajectory's (official code), or the sum")
+    parser.add_argument("--head", choices=("logratio", "value"), default="logratio",
+                        help="advantage as log-ratio (paper), or a regression head on the outcome")
+    parser.add_argument("--holdout", type=float, default=0.05, help="share of tasks to report on and not to train on")
+    args = parser.parse_args(argv)
+    check_training_flags(args)
+    return args
+
+
+def check_training_flags(args):
+    for name in ("batch_size", "micro_batch_size", "epochs", "max_length", "save_every"):
+        if getattr(args, name) < 1:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
+    for name in ("lr", "beta", "nll", "margin", "max_norm"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
+
+
+def main(args):
+    process = join_processes(always=True)
+    episodes, failed = load_episodes(args.episodes)
+    groups = group_by_task(episodes)
+    tokenizer = load_tokenizer(args.model)
+    training, held_out = split_tasks(groups, args.holdout, args.seed)
+    items, report = pair_items(tokenizer, groups, training, args, args.privileged)
+    held_items, held_report = pair_items(tokenizer, groups, held_out, args, args.privileged)
+    if process.leads:
+        print(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones left out): {report['pairs']} pairs from"
+              f" {report['tasks_with_pairs']} tasks, {report['tasks_without']} tasks without mixed outcome,"
+              f" {held_report['pairs']} pairs of {len(held_out)} tasks held out; {report['turns_dropped']} turns dropped and"
+              f" {report['too_long']} episodes left out for --max_length {args.max_length}")
+    if not items:
+        raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse episode, expected at least"
+                         " one; collect more episodes per task, or try --pairs all")
+    output = Path(args.output)
+    claim_output(output / "run.json", args, args.episodes, process)
+    if not is_complete(output, process):
+        kind = {"logratio": "AutoModelForCausalLM", "value": "AutoModelForTokenClassification"}[args.head]
+        options = {"num_labels": 1, "classifier_dropout": 0.0} if args.head == "value" else {}
+        torch.manual_seed(args.seed)  # a value head starts from random weights, the same on every rank
+        model = load_trainable(args.model, process, kind, **options)
+        shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
+        if args.head == "logratio":
+            rows = [row for item in items + held_items for row in item.rows]
+            score_rows(model, rows, process, args.micro_batch_size)
+        train(model, items, lambda model, batch: critic_objective(model, batch, args, process.device), args, process,
+              lambda: holdout_metrics(model, held_items, args, process))
+        save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
+        del model
+    if process.leads:
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        report = {name: value for name, value in json.loads(lines[-1]).items() if name.startswith("holdout/")}
+        if held_out and any(episode["task"].get("toy") for episode in episodes):
+            held_episodes = [episode for name in held_out for episode in groups[name]]
+            policy = LocalSpeaker(args.model, max_new_tokens=256, device=process.device)
+            report |= credit_auc(Critic(output, process.device), held_episodes, policy, args.seed)
+            with open(output / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": len(lines)} | report) + "\n")
+        for name, value in report.items():
+            print(f"{name:40s} {value:.4f}")
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())

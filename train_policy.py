@@ -1,0 +1,367 @@
+"""Train the policy from turn-level credit, or with one of the paper's baselines (SWEET-RL section 4.2).
+
+How it works (`--method sweet`):
+  1. each agent turn of a share of the tasks is a state; the policy samples 16 candidate turns for it;
+  2. the critic, which sees the reference solution, gives every candidate its advantage (candidates.jsonl);
+  3. pairs of one candidate of the better and one of the worse half are drawn (`make_pairs`);
+  4. DPO on these pairs trains the policy, which sees only the dialogue (Eq. 4, `dpo_loss`).
+`--method mtdpo` is DPO on whole dialogues, `rft` supervised training on successful ones, `sft` on all that are given.
+
+    python train_policy.py --method sweet --episodes episodes.jsonl --model toy/base --critic runs/out/critic \
+        --output runs/out/sweet
+    torchrun --nproc_per_node 8 train_policy.py --method sweet --episodes episodes.jsonl --critic critic \
+        --model meta-llama/Llama-3.1-8B-Instruct --output policy
+
+Reads: episodes, a critic's checkpoint directory. Writes: a checkpoint directory with run.json, metrics.jsonl and
+candidates.jsonl. Letters in shapes: B pairs, R rows of a forward, S turns, N candidates.
+
+Differences from the paper: none known. Differences from the official code: the reference model of the ranking sees the
+solution, too (`--reference plain` is theirs); NLL trains agent tokens only; candidates that were cut at the token limit
+get no end-of-turn token; the share of the data is whole tasks after a shuffle; equal texts are never a pair.
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from colbench import ResumableJsonl, SpeakerError, derive_seed, load_speaker, load_tokenizer, read_jsonl
+from collect import claim_output, join_processes, launch
+from train_critic import (
+    Critic,
+    Item,
+    Row,
+    add_training_flags,
+    check_training_flags,
+    dialogue_row,
+    group_by_task,
+    is_complete,
+    load_episodes,
+    load_trainable,
+    packed_rows,
+    pair_items,
+    reference_tensor,
+    save_checkpoint,
+    score_rows,
+    shard,
+    states_of,
+    train,
+    turn_scores,
+)
+
+# -----------------------------------------------------------------------------
+# The equations
+
+
+def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
+    """SWEET-RL Eq. (4), DPO: -log sigma(beta log pi/pi_ref(a+|o) - beta log pi/pi_ref(a-|o)).
+
+    Log-probs of whole turns (or dialogues) under policy and reference, (B,) each. Returns the losses and the implicit
+    rewards of both sides, (B,) each.
+    """
+    chosen_reward = beta * (chosen - reference_chosen)
+    rejected_reward = beta * (rejected - reference_rejected)
+    return -F.logsigmoid(chosen_reward - rejected_reward), chosen_reward, rejected_reward
+
+
+def make_pairs(texts, advantages, pairing, count, draw):
+    """Up to `count` (chosen, rejected) places among the N candidates of a state, without drawing a pair twice.
+
+    halves (paper): one of the better and one of the worse half by advantage; best_worst: from both ends inwards;
+    random: any two, the better one chosen. Equal texts are one candidate, and equal advantages are no pair.
+    """
+    places = list({text: place for place, text in reversed(list(enumerate(texts)))}.values())
+    ranked = sorted(places, key=lambda place: -advantages[place])
+    half = len(ranked) // 2
+    if pairing == "best_worst":
+        pool = list(zip(ranked[:half], reversed(ranked), strict=False))
+    elif pairing == "halves":
+        pool = [(a, b) for a in ranked[:half] for b in ranked[len(ranked) - half:]]
+    else:
+        pool = [(a, b) for number, a in enumerate(ranked) for b in ranked[number + 1:]]
+    pool = [(a, b) for a, b in pool if advantages[a] > advantages[b]]
+    return pool[:count] if pairing == "best_worst" else draw.sample(pool, min(count, len(pool)))
+
+
+# -----------------------------------------------------------------------------
+# Candidates: sampled from the policy, ranked by the critic
+
+
+def candidate_key(row):
+    return row["task_id"], row["sample"], row["turn"]
+
+
+def rank_candidates(episodes, args, process):
+    """Sample and score the candidates of every state; ranks share the states, and a killed run goes on."""
+    from tqdm import tqdm
+
+    states = list(states_of(episodes))
+    tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
+    keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
+    output = Path(args.output)
+
+    sampled = ResumableJsonl(output / "candidates.sampled.jsonl", candidate_key, leader=process.leads)
+    process.barrier()
+    mine = [n for n in range(len(states)) if n % process.world == process.rank and keys[n] not in sampled.rows]
+    if mine:
+        policy = load_speaker(args.sampler or args.model, "agent", args.sampler_model, args.temperature,
+                              args.max_new_tokens, args.sampling_batch_size, process.device)
+        bar = tqdm(total=len(mine), unit="state", desc="sampling", disable=None if process.leads else True)
+        chunk = max(1, args.sampling_batch_size // args.num_candidates)
+        for start in range(0, len(mine), chunk):
+            numbers = mine[start:start + chunk]
+            spoken = policy.speak([states[n][2] for n in numbers], args.num_candidates,
+                                  [derive_seed(args.seed, *keys[n]) for n in numbers])
+            for n, said in zip(numbers, spoken, strict=True):
+                if isinstance(said, SpeakerError):
+                    raise SystemExit(f"sampling candidates failed: {said}; give the same command again to go on")
+                row = dict(zip(("task_id", "sample", "turn"), keys[n], strict=True)) | {"messages": states[n][2]}
+                sampled.append(row | {"candidates": [u.text for u in said], "finished": [u.finished for u in said]})
+            bar.update(len(numbers))
+        bar.close()
+        del policy
+    process.barrier()
+    rows = [row for _, row in read_jsonl(sampled.path)]
+
+    ranked = ResumableJsonl(output / "candidates.jsonl", candidate_key, leader=process.leads)
+    process.barrier()
+    mine = [row for number, row in enumerate(sorted(rows, key=candidate_key)) if number % process.world == process.rank
+            and candidate_key(row) not in ranked.rows]
+    if mine:
+        critic = Critic(args.critic, process.device, args.reference)
+        for row in tqdm(mine, unit="state", desc="scoring", disable=None if process.leads else True):
+            scores = critic.score(tasks[row["task_id"]], row["messages"], row["candidates"], row["finished"])
+            ranked.append(row | {"advantages": scores})
+        del critic
+    process.barrier()
+    if process.leads:
+        ranked.finish(keys)
+    process.barrier()
+    return ranked.path
+
+
+def read_candidates(path, num_candidates=None):
+    """Ranked candidates of a file, checked; states that were too long to be scored have no advantages."""
+    rows = []
+    for where, row in read_jsonl(path):
+        lengths = {name: len(row[name]) if isinstance(row.get(name), list) else None
+                   for name in ("messages", "candidates", "finished", "advantages")}
+        if row.get("advantages", 0) is None:
+            continue
+        if None in lengths.values() or not lengths["candidates"] == lengths["finished"] == lengths["advantages"]:
+            raise SystemExit(f"{where}: found lists of lengths {lengths}, expected messages, and as many candidates as"
+                             " finished flags and advantages; make the file with train_policy.py --method sweet")
+        sound = all(isinstance(a, (int, float)) and a == a for a in row["advantages"]) and \
+            all(isinstance(text, str) for text in row["candidates"]) and isinstance(row.get("task_id"), str)
+        if not sound or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in row["messages"]):
+            raise SystemExit(f"{where}: found a task_id, message, candidate or advantage of another type, expected texts"
+                             " and numbers; make the file with train_policy.py --method sweet")
+        rows.append(row)
+    if not rows:
+        raise SystemExit(f"{path}: found no ranked state, expected at least one")
+    return rows
+
+
+# -----------------------------------------------------------------------------
+# Items: what one term of the loss needs
+
+
+def candidate_items(tokenizer, rows, args):
+    """Items of ranked candidates: a state's prompt is shared by all its pairs (state), by each pair (pair), or by none."""
+    items, skipped = [], 0
+    for row in rows:
+        draw = random.Random(derive_seed(args.seed, "pairs", *candidate_key(row)))
+        pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw)
+        for wanted in ([pairs] if args.share == "state" and pairs else [[pair] for pair in pairs]):
+            used = sorted({place for pair in wanted for place in pair})
+            texts, finished = [row["candidates"][p] for p in used], [row["finished"][p] for p in used]
+            parts = [used] if args.share != "none" else [[place] for place in used]
+            packed = []
+            for part in parts:
+                packed += packed_rows(tokenizer, row["messages"], [texts[used.index(p)] for p in part],
+                                      [finished[used.index(p)] for p in part], args.max_length) or []
+            if sum(r.turns for r in packed) < len(used) or not all(map(len, texts)):
+                skipped += 1
+                continue
+            items.append(Item(packed, [], [(used.index(a), used.index(b)) for a, b in wanted]))
+    return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "skipped": skipped}
+
+
+def whole(row):
+    """The row with all its agent tokens as one turn: multi-turn DPO and supervised training do not tell turns apart."""
+    return row and Row(row.ids, [min(turn, 0) for turn in row.turn_index], 1)
+
+
+def dialogue_items(tokenizer, episodes, args, privileged="none"):
+    """One item per episode, for supervised training."""
+    items, report = [], {"episodes": 0, "turns_dropped": 0, "too_long": 0}
+    for episode in episodes:
+        row, dropped = dialogue_row(tokenizer, episode, privileged, args.max_length)
+        report["turns_dropped"] += dropped if row else 0
+        report["too_long"] += row is None
+        if row:
+            items.append(Item([whole(row)], [episode["reward"]]))
+    report["episodes"] = len(items)
+    return items, report
+
+
+def method_items(tokenizer, episodes, args, process):
+    """The items of --method, and the counts to print."""
+    if args.method == "sweet":
+        names = sorted(group_by_task(episodes))
+        random.Random(derive_seed(args.seed, "fraction")).shuffle(names)
+        chosen = set(names[:max(1, round(args.data_fraction * len(names)))])
+        path = args.candidates or rank_candidates(
+            [episode for episode in episodes if episode["task"]["task_id"] in chosen], args, process)
+        return candidate_items(tokenizer, read_candidates(path), args)
+    if args.method == "mtdpo":
+        groups = group_by_task(episodes)
+        items, report = pair_items(tokenizer, groups, sorted(groups), args, "none")
+        return [Item([whole(row) for row in item.rows], item.rewards) for item in items], report
+    if args.method == "rft":
+        return dialogue_items(tokenizer, [e for e in episodes if e["success"] or (
+            e["success"] is None and e["reward"] >= args.rft_reward)], args)
+    items, report = dialogue_items(tokenizer, episodes, args)
+    if args.privileged_episodes:
+        informed, more = dialogue_items(tokenizer, load_episodes(args.privileged_episodes)[0], args, "ground_truth")
+        items, report = items + informed, report | {"privileged_episodes": more["episodes"]}
+    return items, report
+
+
+# -----------------------------------------------------------------------------
+# Objectives
+
+
+def dpo_objective(model, items, args, device):
+    """DPO on the items' pairs of turns; each item counts as the mean over its pairs. All metrics (items,)."""
+    rows = [row for item in items for row in item.rows]
+    sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
+    references = reference_tensor(rows, sums)
+    metrics, start = [], 0
+    for item in items:
+        stop = start + len(item.rows)
+        # the item's turns in order, without the padding of rows that hold fewer turns than others
+        exists = torch.tensor([[turn < row.turns for turn in range(sums.shape[1])] for row in item.rows], device=device)
+        turns, reference, length = (table[start:stop][exists] for table in (sums, references, counts))
+        chosen, rejected = torch.tensor(list(item.pairs), device=device).unbind(1)
+        losses, better, worse = dpo_loss(turns[chosen], turns[rejected], reference[chosen], reference[rejected], args.beta)
+        nll = -turns[chosen] / length[chosen]
+        metrics.append({"train/loss": losses + args.nll * nll, "train/accuracy": (better > worse).float(),
+                        "train/margin": better - worse, "train/chosen_reward": better, "train/nll": nll})
+        start = stop
+    return {name: torch.stack([entry[name].mean() for entry in metrics]) for name in metrics[0]}
+
+
+def supervised_objective(model, items, args, device):
+    """Mean negative log-likelihood of the agent's tokens of each dialogue, (items,)."""
+    sums, counts = turn_scores(model, [item.rows[0] for item in items], device, args.micro_batch_size)
+    return {"train/loss": -sums.sum(1) / counts.sum(1)}
+
+
+# -----------------------------------------------------------------------------
+# The toy's model from nothing
+
+
+def toy_model(episodes, seed):
+    """A Llama of about half a million parameters and a tokenizer learnt from the episodes, chat template included."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from colbench import REFERENCE_NOTE
+
+    marks = ["<end>", "<human>", "<agent>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\n *\S+| ?[^\s?.:]+|[?.:]|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=1536, special_tokens=marks, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    texts = (text for episode in episodes for text in [REFERENCE_NOTE.format(reference=episode["task"]["ground_truth"])]
+             + [message.get("output") or message["content"] for message in episode["dialogue_history"]])
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<agent>' if m['role'] == 'assistant' else '<human>' }}"
+        "{{ m['content'] }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}")
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(fast), hidden_size=128, intermediate_size=320, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
+                         tie_word_embeddings=True, eos_token_id=0, pad_token_id=0, bos_token_id=None)
+    return LlamaForCausalLM(config), fast
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=("sweet", "mtdpo", "rft", "sft"), required=True, help="see above")
+    add_training_flags(parser, epochs=None)
+    # candidates
+    parser.add_argument("--critic", help="checkpoint directory of train_critic.py")
+    parser.add_argument("--candidates", help="ranked candidates of an earlier run, instead of sampling and scoring")
+    parser.add_argument("--data_fraction", type=float, default=0.1, help="share of the tasks whose turns are states")
+    parser.add_argument("--num_candidates", type=int, default=16, help="candidates of a state")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="of a candidate")
+    parser.add_argument("--sampling_batch_size", type=int, default=64, help="candidates sampled at the same time")
+    parser.add_argument("--sampler", help="server that samples for the policy, http://host:port/v1 (default: --model here)")
+    parser.add_argument("--sampler_model", help="model name to ask that server for")
+    parser.add_argument("--reference", choices=("privileged", "plain"), default="privileged",
+                        help="whether the reference of the ranking sees the solution (paper) or not (official code)")
+    # pairs
+    parser.add_argument("--pairs_per_state", type=int, default=4, help="pairs drawn from a state's candidates")
+    parser.add_argument("--pairing", choices=("halves", "best_worst", "random"), default="halves", help="how pairs are drawn")
+    parser.add_argument("--share", choices=("state", "pair", "none"), default="pair",
+                        help="how far candidates share their prompt's computation (README: what each costs)")
+    # supervised
+    parser.add_argument("--rft_reward", type=float, default=0.9, help="rft, frontend: least reward of a success")
+    parser.add_argument("--privileged_episodes", nargs="+", default=[],
+                        help="sft: episodes to learn with the reference in front, so that a tiny model can read one")
+    args = parser.parse_args(argv)
+    if args.epochs is None:
+        args.epochs = 1 if args.method == "sweet" else 4
+    check_training_flags(args)
+    if args.method == "sweet" and not (args.critic or args.candidates):
+        raise SystemExit("--method sweet: found neither --critic nor --candidates, expected one of them")
+    for name in ("num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size"):
+        if getattr(args, name) < 1:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
+    if not 0 < args.data_fraction <= 1:
+        raise SystemExit(f"found --data_fraction {args.data_fraction}, expected more than 0 and at most 1")
+    if args.model == "toy" and args.method != "sft":
+        raise SystemExit("--model toy starts a model from nothing, which needs --method sft; elsewhere give toy/base")
+    return args
+
+
+def main(args):
+    process = join_processes(always=True)
+    episodes, failed = load_episodes(args.episodes)
+    scratch, tokenizer = toy_model(episodes, args.seed) if args.model == "toy" else (None, load_tokenizer(args.model))
+    output = Path(args.output)
+    inputs = args.episodes + args.privileged_episodes + ([args.candidates] if args.candidates else [])
+    claim_output(output / "run.json", args, inputs, process)
+    if is_complete(output, process):
+        return
+    items, report = method_items(tokenizer, episodes, args, process)
+    if process.leads:
+        print(f"{len(episodes)} episodes ({failed} failed ones left out): "
+              + ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in report.items()))
+    if not items:
+        raise SystemExit(f"{' '.join(args.episodes)}: found nothing for --method {args.method} to learn from; expected"
+                         " mixed outcomes (mtdpo), successes (rft) or states with candidates of different worth (sweet)")
+    model = load_trainable(args.model, process) if scratch is None else scratch
+    shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
+    objective = {"sft": supervised_objective, "rft": supervised_objective}.get(args.method, dpo_objective)
+    if objective is dpo_objective:
+        score_rows(model, [row for item in items for row in item.rows], process, args.micro_batch_size)
+    train(model, items, lambda model, batch: objective(model, batch, args, process.device), args, process)
+    save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())
