@@ -518,7 +518,9 @@ class ServerSpeaker:
 
 
 def load_tokenizer(path):
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
+
+    logging.disable_progress_bar()
 
     check_checkpoint(path)
     try:
@@ -2001,19 +2003,19 @@ def toy_backend_demonstrator(task, messages, draw, informed):
     asked = [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
     needed = task["toy"]["needed"]
     known = tuple((detail, needed[detail]) for detail in TOY_DETAILS if detail in asked and detail in needed)
-    stop = (0.02, 0.04, 0.12, 0.25, 0.5, 0.7)[len(known)]
-    preferred, share = TOY_LIKELY[task["toy"]["topic"]], 0.35
+    stop = (0.01, 0.02, 0.08, 0.2, 0.5, 0.8)[len(known)]
+    preferred, share = TOY_LIKELY[task["toy"]["topic"]], 0.5
     if informed:
         stop, preferred, share = (0.9 if len(known) == len(needed) else 0.02), list(needed), 0.85
     if draw.random() < stop:
-        if draw.random() < 0.08 and known:  # a slip of the pen: one clause forgotten or mistaken
+        if draw.random() < 0.06 and known:  # a slip of the pen: one clause forgotten or mistaken
             place = draw.randrange(len(known))
             slip = ((known[place][0], draw.randrange(4)),) if draw.random() < 0.5 else ()
             known = known[:place] + slip + known[place + 1:]
         return f"{ANSWER_MARKER}\n{toy_code(known)}"
     fresh = [detail for detail in TOY_DETAILS if detail not in asked]
     hoped = [detail for detail in preferred if detail not in asked]
-    if asked and draw.random() < 0.08:
+    if asked and draw.random() < 0.05:
         detail = draw.choice(asked)  # has forgotten what was said
     else:
         detail = draw.choice(hoped if hoped and draw.random() < share else fresh)

@@ -312,8 +312,11 @@ def load_rollout(args, tasks, process):
     return agent, human, referee, Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
 
 
-def collect(tasks, samples, args, process, output):
-    """Play what `output` does not hold yet, with a progress bar; return all episodes in the order of the jobs."""
+def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
+    """Play what `output` does not hold yet, with a progress bar; return all episodes in the order of the jobs.
+
+    `choose` may put something between the agent and the dialogue, such as evaluate.py's best of N.
+    """
     from tqdm import tqdm
 
     jobs = [(task, sample) for sample in range(samples) for task in tasks]
@@ -327,7 +330,7 @@ def collect(tasks, samples, args, process, output):
         solved = [row["reward"] for row in store.rows.values()]
         with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
                            disable=None if process.leads else True) as bar:
-            for episode in rollout(mine, agent, human, referee, rules, args.batch_size):
+            for episode in rollout(mine, choose(agent), human, referee, rules, args.batch_size):
                 store.append(episode | {"agent": args.agent, "human": args.human})
                 if not episode["error"]:
                     solved.append(episode["reward"])

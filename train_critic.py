@@ -377,7 +377,8 @@ def learning_rate(step, steps, args):
 def train_step(model, optimizer, batch, objective, args, process):
     """One optimiser step on a global batch; returns its metrics, averaged over the batch on all ranks."""
     total = sum(len(item.pairs) for item in batch)
-    mine = my_share(batch, process)
+    # rows of like length share a forward, so that little of it is padding
+    mine = sorted(my_share(batch, process), key=lambda entry: max(len(row.ids) for row in entry[0].rows))
     sums = {}
     for start in range(0, len(mine), args.micro_batch_size):
         items = [item for item, _ in mine[start:start + args.micro_batch_size]]
@@ -631,7 +632,7 @@ def packed_rows(tokenizer, messages, texts, finished, max_length):
     if row is None:
         return None
     rows = []
-    for number, ids in enumerate(turns):
+    for ids in turns:
         if not rows or len(rows[-1].ids) + len(ids) > max_length:
             rows.append(Row(list(row.ids), [-1] * len(row.ids), 0, prompt=len(row.ids)))
         rows[-1].turn_index += [rows[-1].turns] * len(ids)

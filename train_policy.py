@@ -93,11 +93,22 @@ def candidate_key(row):
     return row["task_id"], row["sample"], row["turn"]
 
 
+def few_per_task(states, count, seed):
+    """At most `count` states of each task, drawn by a seeded shuffle: more tasks for the same sampling."""
+    groups = {}
+    for state in states:
+        groups.setdefault(state[0]["task"]["task_id"], []).append(state)
+    return [state for task_id, group in groups.items() for state in
+            random.Random(derive_seed(seed, "states", task_id)).sample(group, min(count, len(group)))]
+
+
 def rank_candidates(episodes, args, process):
     """Sample and score the candidates of every state; ranks share the states, and a killed run goes on."""
     from tqdm import tqdm
 
     states = list(states_of(episodes))
+    if args.states_per_task:
+        states = few_per_task(states, args.states_per_task, args.seed)
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
     output = Path(args.output)
@@ -305,6 +316,7 @@ def parse_args(argv=None):
     parser.add_argument("--critic", help="checkpoint directory of train_critic.py")
     parser.add_argument("--candidates", help="ranked candidates of an earlier run, instead of sampling and scoring")
     parser.add_argument("--data_fraction", type=float, default=0.1, help="share of the tasks whose turns are states")
+    parser.add_argument("--states_per_task", type=int, help="draw so many states of each task (default: every turn)")
     parser.add_argument("--num_candidates", type=int, default=16, help="candidates of a state")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="of a candidate")

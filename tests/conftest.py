@@ -81,8 +81,9 @@ def tiny(tmp_path_factory):
 def toy_episodes(tmp_path_factory):
     """A few dozen episodes of the toy's noisy demonstrator, judged for real."""
     path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
+    (path.parent / "prompt.txt").write_text("Ask, then answer.")
     run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 12, "--samples_per_task", 6, "--agent",
-               "scripted", "--agent_prompt", ROOT / "toy/base/agent_prompt.txt", "--output", path)
+               "scripted", "--agent_prompt", path.parent / "prompt.txt", "--output", path)
     return path
 
 
