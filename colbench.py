@@ -78,6 +78,8 @@ def read_jsonl(path):
             where = f"{path}: line {number}"
             try:
                 row = json.loads(line)
+                if b"\\u" in line:  # half a surrogate pair is JSON, but no text: it would break the tokenizer later
+                    json.dumps(row, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON object") from None
             if not isinstance(row, dict):
@@ -88,11 +90,15 @@ def read_jsonl(path):
 def write_atomically(path, text):
     """Replace `path` in one step, so that a reader or a kill never meets half a file."""
     temporary = Path(f"{path}.tmp{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk, half a file would be in the way of the rest
+        raise
 
 
 def expect(row, key, kind, where, optional=False):
@@ -161,21 +167,29 @@ def complete_episode(row, where="episode", sample=0):
         expect(message, "content", str, f"{where}, dialogue_history[{number}]")
         expect(message, "output", str, f"{where}, dialogue_history[{number}]", optional=True)
         expect(message, "finished", bool, f"{where}, dialogue_history[{number}]", optional=True)
-    error = expect(row, "error", str, where, optional=True)
+    error = expect(row, "error", str, where, optional=True) or None
     reward = expect(row, "reward", (int, float), where, optional=error is not None)
     if not error and not (0 <= reward <= 1.000001):
         raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1")
     if not error and len(history) < 2:
         raise SystemExit(f"{where}: found a dialogue of {len(history)} messages, expected at least one agent turn")
     success = reward == 1 if task["domain"] == "backend" and not error else None
+    if expect(row, "success", bool, where, optional=True) not in (None, success):
+        raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected {success}: true for a"
+                         " backend reward of 1, false below, null for pages and failed episodes")
     replies = [message["content"] for message in history[2::2]]
     episode = {
         "sample": sample, "answer": None, "success": success, "turns": len(history) // 2, "reasons": {},
         "leak": leak_share(task, replies) if "leak" not in row else 0.0,
         "agent": None, "human": None, "seed": None, "error": None,
-    } | row | {"task": task}
-    expect(episode, "sample", int, where)
-    expect(episode, "agent_prompt", str, where, optional=True)
+    } | row | {"task": task, "success": success, "turns": len(history) // 2, "error": error}
+    for key, kind, optional in (("sample", int, False), ("leak", (int, float), False), ("reasons", dict, False),
+                                ("answer", str, True), ("agent_prompt", str, True),
+                                ("agent_tokens", int, "agent_tokens" not in row)):
+        expect(episode, key, kind, where, optional)
+    if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
+        raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']}, expected a number from 0"
+                         " up and a share between 0 and 1")
     return episode
 
 
@@ -359,7 +373,11 @@ def end_of_turn(tokenizer):
     if not whole.startswith(opening + "y"):
         raise UnnestedTemplate(f"{tokenizer.name_or_path}: the chat template does not nest (an agent turn does not begin with"
                          " the generation prompt), so turns cannot be told apart; expected a template like Llama's")
-    token = tokenizer.encode(whole[len(opening) + 1:], add_special_tokens=False)[0]
+    closing = whole[len(opening) + 1:]
+    if not closing or closing.startswith("z"):
+        raise UnnestedTemplate(f"{tokenizer.name_or_path}: the chat template closes no agent turn, so a model cannot tell"
+                               " when to stop; expected a template like Llama's")
+    token = tokenizer.encode(closing, add_special_tokens=False)[0]
     return token, tokenizer.decode([token])
 
 
@@ -457,13 +475,18 @@ class ScriptedSpeaker:
 class ServerSpeaker:
     """Any server that speaks the OpenAI chat protocol; many requests in flight, retried with back-off."""
 
-    def __init__(self, url, model_name, temperature, max_new_tokens, in_flight=64, retries=6, timeout=300):
-        self.url, self.model_name, self.retries, self.timeout = url.rstrip("/"), model_name, retries, timeout
+    def __init__(self, url, model_name, temperature, max_new_tokens, in_flight=64, retries=8, pause=0.2, timeout=300):
+        self.url, self.model_name = url.rstrip("/"), model_name
+        self.retries, self.pause, self.timeout = retries, pause, timeout  # seconds: before the first retry, of silence
         self.settings = {"temperature": temperature, "max_tokens": max_new_tokens}
         self.pool = ThreadPoolExecutor(in_flight)
-        self.failures_in_a_row, self.give_up_after = 0, 20
+        self.failures_in_a_row, self.failing_since, self.given_up = 0, None, None  # given_up: the reason, once it is
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        if self.given_up:  # what was in flight has its errors on disk; nothing new is begun with a dead server
+            raise SystemExit(f"{self.url}: found no answer to many requests in a row ({self.given_up}), expected a running"
+                             " server; start it again, then give the same command again to go on")
+        self.failing_since = None  # the time since the last call says nothing
         seeds = seeds or [0] * len(conversations)
         return list(self.pool.map(lambda pair: self._answer(pair[0], n, pair[1]), zip(conversations, seeds, strict=True)))
 
@@ -478,40 +501,58 @@ class ServerSpeaker:
                 choices = self._request(messages, n - len(utterances), derive_seed(seed, len(utterances)) % 2**31)
             except SpeakerError as error:
                 return error
-            utterances += [Utterance(c["message"]["content"].strip(), c.get("finish_reason") != "length") for c in choices]
+            texts = [choice["message"]["content"].encode(errors="replace").decode() for choice in choices]  # sound Unicode
+            utterances += [Utterance(text.strip(), choice.get("finish_reason") != "length")
+                           for text, choice in zip(texts, choices, strict=True)]
         return utterances[:n]
 
     def _request(self, messages, n, seed):
         import http.client
-        import urllib.error
 
-        if self.failures_in_a_row >= self.give_up_after:
-            raise SpeakerError(f"{self.url} failed {self.give_up_after} times in a row and was given up")
         body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed} | self.settings
         for attempt in range(self.retries):
+            if self.given_up:
+                raise SpeakerError(f"{self.url} was given up: {self.given_up}")
+            began = time.monotonic()
             try:
                 choices = self._post(body)
-                self.failures_in_a_row = 0
+                self.failures_in_a_row, self.failing_since = 0, None
                 return choices
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
-                if error.code not in (408, 409, 425, 429) and error.code < 500:
-                    break  # a request that is wrong stays wrong
+            except SpeakerError as error:
+                reason = str(error)
+                break
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"  # closed connection, silence, cut or senseless body
-            time.sleep(min(30, 0.2 * 2**attempt) * random.uniform(0.5, 1))
+            since = self.failing_since = self.failing_since or began
+            if time.monotonic() - since > 6 * self.timeout:
+                self.given_up = reason  # half an hour without any answer, in whatever request
+            elif attempt < self.retries - 1:
+                time.sleep(self.pause * 2**attempt * random.uniform(0.5, 1))
         self.failures_in_a_row += 1
+        if self.failures_in_a_row >= 20:
+            self.given_up = self.given_up or reason
         raise SpeakerError(f"{self.url}: {reason}")
 
     def _post(self, body):
+        """The choices of one answer; SpeakerError for a request that is wrong and stays wrong, other errors may pass."""
+        import urllib.error
         import urllib.request
 
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        headers, key = {"Content-Type": "application/json"}, os.environ.get("OPENAI_API_KEY")
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(f"{self.url}/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
-            choices = json.loads(response.read())["choices"]
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                choices = json.loads(response.read())["choices"]
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(300).decode(errors="replace")
+            reason = f"HTTP {error.code}: {said.replace(key, '(the API key)') if key else said}"  # servers may repeat it
+            if error.code == 400:
+                self.failures_in_a_row = 0  # the server lives, only this request is wrong (too long, mostly)
+            kind = OSError if error.code in (408, 409, 425, 429) or error.code >= 500 else SpeakerError
+            raise kind(reason) from None
         if not choices or any(not isinstance(choice["message"]["content"], str) for choice in choices):
             raise ValueError("an answer without choices or without text")
         return choices
@@ -1341,7 +1382,7 @@ class Judge:
         reasons = dict.fromkeys(tests, "reference failed") | dict.fromkeys(usable, "no code")
         if code and usable:
             actual = self.outcomes(code, [tests[name] for name in usable], profile, self.seconds)
-            reasons |= {name: compare(expected[name], outcome) for name, outcome in zip(usable, actual, strict=True)}
+            reasons |= {name: reason_of(expected[name], outcome) for name, outcome in zip(usable, actual, strict=True)}
         passed = sum(reason == "passed" for reason in reasons.values())
         return Grade(passed / max(len(tests), 1), 0 < passed == len(tests), reasons)
 
@@ -1352,7 +1393,7 @@ class Judge:
         return list(self.threads.map(lambda task, answer: self.grade(task, answer, profile), tasks, answers))
 
 
-def compare(expected: str, outcome: str) -> str:
+def reason_of(expected: str, outcome: str) -> str:
     """The reason of one test. Digests pair up: order counts only between two OrderedDicts."""
     if not outcome.startswith("="):
         return "wrong" if outcome == "incomparable" else outcome
@@ -1893,7 +1934,8 @@ TOY_DETAILS = {
     "width": [("fill the right with dots", "text.ljust(28,'.')"), ("fill the left with dots", "text.rjust(28,'.')"),
               ("center it in dots", "text.center(28,'.')"), ("fill with leading noughts", "text.zfill(28)")],
     "counter": [("append its size", "text+str(len(text))"), ("append the count of spaces", "text+str(text.count(' '))"),
-                ("append the count of e", "text+str(text.count('e'))"), ("append the count of ones", "text+str(text.count('1'))")],
+                ("append the count of e", "text+str(text.count('e'))"),
+                ("append the count of ones", "text+str(text.count('1'))")],
     "unit": [("append kilos", "text+'kg'"), ("append meters", "text+'cm'"),
              ("append points", "text+'pt'"), ("append pixels", "text+'px'")],
     "greeting": [("begin with dear", "'Dear:'+text"), ("begin with hello", "'Hello:'+text"),
@@ -2003,10 +2045,10 @@ def toy_backend_demonstrator(task, messages, draw, informed):
     asked = [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
     needed = task["toy"]["needed"]
     known = tuple((detail, needed[detail]) for detail in TOY_DETAILS if detail in asked and detail in needed)
-    stop = (0.01, 0.02, 0.08, 0.2, 0.5, 0.8)[len(known)]
-    preferred, share = TOY_LIKELY[task["toy"]["topic"]], 0.5
+    stop = (0.01, 0.02, 0.06, 0.15, 0.45, 0.9)[len(known)]
+    preferred, share = TOY_LIKELY[task["toy"]["topic"]], 0.55
     if informed:
-        stop, preferred, share = (0.9 if len(known) == len(needed) else 0.02), list(needed), 0.85
+        stop, preferred, share = (0.6 if len(known) == len(needed) else 0.04), list(needed), 0.6
     if draw.random() < stop:
         if draw.random() < 0.06 and known:  # a slip of the pen: one clause forgotten or mistaken
             place = draw.randrange(len(known))

@@ -99,11 +99,14 @@ def launch(main, args):
     try:
         main(args)
     except KeyboardInterrupt:
+        sys.stdout.flush()
         print(f"\nStopped. {go_on}", file=sys.stderr, flush=True)
         os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
     except OSError as error:
         raise SystemExit(f"The disk or a file failed: {error}. {go_on}") from None
     except RuntimeError as error:
+        if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+            raise SystemExit(f"Another process of this run has ended; its message says why. {go_on}") from None
         if "out of memory" not in str(error):
             raise
         raise SystemExit(f"Out of memory: {str(error).splitlines()[0]} Lower --batch_size (sampling), --micro_batch_size"
@@ -124,10 +127,13 @@ def claim_output(path, args, inputs, process):
         with open(name, "rb") as file:
             run["inputs"][str(name)] = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") \
                 else hashlib.sha256(file.read()).hexdigest()
+    if Path(path).name == "run.json" and Path(path).with_name("config.json").exists() and not Path(path).exists():
+        raise SystemExit(f"{Path(path).parent}: found a checkpoint that none of these scripts wrote, expected a new"
+                         " directory; choose another --output")
     run["versions"] = {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     if Path(path).is_file():
-        before = json.loads(Path(path).read_text())
+        before = read_run(path)
         changed = sorted(name for name in flags.keys() | before["flags"].keys()
                          if flags.get(name) != before["flags"].get(name)) + [
                              name for name in run["inputs"] if run["inputs"][name] != before["inputs"].get(name)]
@@ -138,6 +144,18 @@ def claim_output(path, args, inputs, process):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(run, indent=1) + "\n")
     return run
+
+
+def read_run(path):
+    """The record of a run that claim_output wrote."""
+    try:
+        run = json.loads(Path(path).read_text())
+        if isinstance(run["flags"], dict) and isinstance(run["inputs"], dict):
+            return run
+    except (ValueError, KeyError, TypeError):
+        pass  # said below
+    raise SystemExit(f"{path}: found a file that is no record of a run, expected what these scripts write; choose another"
+                     " directory, or remove the file")
 
 
 # -----------------------------------------------------------------------------
@@ -284,6 +302,9 @@ def parse_args(argv=None):
     check_rollout_flags(args)
     if args.samples_per_task < 1:
         raise SystemExit(f"found --samples_per_task {args.samples_per_task}, expected at least 1")
+    if Path(args.output).exists() and not Path(f"{args.output}.run.json").is_file():
+        raise SystemExit(f"{args.output}: found a file that collect.py did not write here (its .run.json is missing),"
+                         " expected a new name or the output of the same command; choose another --output")
     return args
 
 
@@ -294,6 +315,9 @@ def check_rollout_flags(args):
     for name in ("num_tasks", "max_new_tokens", "max_turns", "reply_chars", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
+    for name in ("temperature", "human_temperature"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
 
 
 def load_rollout(args, tasks, process):

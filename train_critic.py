@@ -25,6 +25,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 import time
@@ -33,6 +34,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 
 from colbench import (
     AGENT_PROMPT,
@@ -49,7 +51,7 @@ from colbench import (
     toy_credit,
     write_atomically,
 )
-from collect import claim_output, join_processes, launch
+from collect import claim_output, join_processes, launch, read_run
 
 # -----------------------------------------------------------------------------
 # The equations
@@ -149,14 +151,29 @@ def collate(rows, device):
 
 
 def packed_mask(rows, turn_index):
-    """Who may look at whom (R, 1, T, T): at earlier tokens of the prompt and of the own turn, never of another turn."""
+    """Who may look at whom: at earlier tokens of the prompt and of the own turn, never of another turn.
+
+    (R, 1, T - P, T), without the P tokens that are a prompt in every row, since those are plain causal.
+    """
     width = turn_index.shape[1]
     column = torch.arange(width, device=turn_index.device)
     prompt = torch.tensor([row.prompt or width for row in rows], device=turn_index.device)
     own = turn_index[:, :, None] == turn_index[:, None, :]  # (R, T, T)
     shared = (column[None] < prompt[:, None])[:, None, :]  # (R, 1, T)
     causal = column[:, None] >= column[None]  # (T, T)
-    return ((own | shared) & causal)[:, None]
+    return ((own | shared) & causal)[:, None, prompt.min():]
+
+
+def packed_attention(module, query, key, value, attention_mask, **options):
+    """Attention under `packed_mask`: prompts keep the fast causal kernel, and only the turns after them pay for a mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    shared = query.shape[2] - (query.shape[2] if attention_mask is None else attention_mask.shape[2])
+    turns, _ = sdpa_attention_forward(module, query[:, :, shared:], key, value, attention_mask, **options)
+    if not shared:  # an ordinary row
+        return turns, None
+    prompt, _ = sdpa_attention_forward(module, *(part[:, :, :shared] for part in (query, key, value)), None, **options)
+    return torch.cat([prompt, turns], 1), None
 
 
 def forward_turns(model, rows, device):
@@ -164,7 +181,7 @@ def forward_turns(model, rows, device):
     batch = collate(rows, device)
     row, column = (batch["turn_index"] >= 0).nonzero(as_tuple=True)  # the scored tokens, (n,) and (n,)
     columns, place = batch["sources"][row, column].unique(return_inverse=True)  # the C columns that predict them
-    logits = forward(model, batch, columns)  # (R, C, V)
+    logits = forward(model, batch, logits_to_keep=columns)  # (R, C, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     picked = logits[row, place, batch["ids"][row, column]] - logits.logsumexp(-1)[row, place]  # (n,)
     logprobs = torch.zeros_like(batch["ids"], dtype=picked.dtype).index_put((row, column), picked)
@@ -177,16 +194,22 @@ def forward_values(model, rows, device):
     turns = max(row.turns for row in rows)
     last = [{turn: place for place, turn in enumerate(row.turn_index)} for row in rows]  # turn -> its last token
     ends = torch.tensor([[places.get(turn, 0) for turn in range(turns)] for places in last], device=device)
-    values = model(input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=batch["mask"],
-                   use_cache=False).logits[..., 0].float()  # (R, T)
+    values = forward(model, batch)[..., 0].float()  # (R, T)
     exists = torch.tensor([[float(turn < row.turns) for turn in range(turns)] for row in rows], device=device)
     return values.gather(1, ends) * exists, exists
 
 
-def forward(model, batch, columns):
+def forward(model, batch, **options):
     # Without a mask and without cache every row is plain causal; padding stands on the right, where no token looks
+    if batch["mask"] is not None and model.config._attn_implementation != "packed":
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register("packed", packed_attention)
+        AttentionMaskInterface.register("packed", sdpa_mask)  # for whoever samples from this model with padding
+        model.set_attn_implementation("packed")
     return model(input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=batch["mask"], use_cache=False,
-                 logits_to_keep=columns).logits
+                 **options).logits
 
 
 def grouped(rows, micro_batch_size):
@@ -252,7 +275,7 @@ def dialogue_row(tokenizer, episode, privileged, max_length):
     prompt = AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
     last = max(number for number, message in enumerate(history) if message["role"] == "assistant")
     messages = critic_messages(episode["task"], agent_messages(episode["task"], history[:last + 1], prompt), privileged)
-    finished = [message.get("finished", True) for message in history if message["role"] == "assistant"]
+    finished = [message.get("finished") is not False for message in history if message["role"] == "assistant"]
     row, dropped = encode_row(tokenizer, messages, finished, max_length)
     if row:
         row.answered = ANSWER_MARKER in history[last]["content"]
@@ -448,7 +471,8 @@ class MetricsLog:
     def progress(self, start, steps):
         from tqdm import tqdm
 
-        self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=None if self.process.leads else True)
+        self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step",
+                        disable=None if self.process.leads else True)
         return self.bar
 
     def write(self, step, metrics):
@@ -456,7 +480,7 @@ class MetricsLog:
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step} | metrics) + "\n")
             shown = {name: metrics[name] for name in ("train/loss", "train/accuracy") if name in metrics}
-            self.bar.set_postfix_str(" ".join(f"{name.split('/')[1]} {value:.3f}" for name, value in shown.items()), refresh=False)
+            self.bar.set_postfix({name.split("/")[1]: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
             if metrics["optim/spike"]:
                 self.bar.write(f"step {step}: gradient norm {metrics['optim/grad_norm']:.3g}, over ten times the median")
 
@@ -469,6 +493,15 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@contextlib.contextmanager
+def writing(folder):
+    """A full disk, which torch and safetensors report in ways of their own, is an OSError."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(f"{folder} could not be written ({error})") from None
+
+
 def save_state(folder, step, model, optimizer, process):
     """What an exact resume needs; each rank writes its shards. The folder gets its name only when it is whole."""
     partial = folder.with_name("state.partial")
@@ -476,9 +509,10 @@ def save_state(folder, step, model, optimizer, process):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     process.barrier()
-    torch.save({"step": step, "world": process.world, "parameters": [local(p) for p in model.parameters()],
-                "moments": [{name: local(value) for name, value in optimizer.state[p].items()}
-                            for p in model.parameters()]}, partial / f"rank{process.rank}.pt")
+    with writing(partial):
+        torch.save({"step": step, "world": process.world, "parameters": [local(p) for p in model.parameters()],
+                    "moments": [{name: local(value) for name, value in optimizer.state[p].items()}
+                                for p in model.parameters()]}, partial / f"rank{process.rank}.pt")
     process.barrier()
     if process.leads:
         old = folder.with_name("state.old")
@@ -496,7 +530,11 @@ def load_state(folder, model, optimizer, process):
     path = folder / f"rank{process.rank}.pt"
     if not folder.is_dir():
         return 0
-    state = torch.load(path, weights_only=True, map_location=process.device) if path.is_file() else {"world": 0}
+    try:
+        state = torch.load(path, weights_only=True, map_location=process.device) if path.is_file() else {"world": 0}
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise SystemExit(f"{path}: found a state that cannot be read ({str(error).splitlines()[0]}), expected one that this"
+                         " command saved; remove the folder to start again") from None
     if state["world"] != process.world:
         raise SystemExit(f"{folder}: found the state of a run of {len(list(folder.iterdir()))} processes, expected"
                          f" {process.world}; use as many as before, or remove the folder to start again")
@@ -528,7 +566,8 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
         partial = output / "checkpoint.partial"
         shutil.rmtree(partial, ignore_errors=True)
         model.config.dtype = torch.float32
-        model.save_pretrained(partial, state_dict=weights)
+        with writing(partial):
+            model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if agent_prompt is not None:  # the instructions travel with the weights that were trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
@@ -543,6 +582,8 @@ def is_complete(output, process):
     """Whether the directory already holds the finished checkpoint of this very command."""
     if (Path(output) / "config.json").is_file():
         if process.leads:
+            for name in ("state", "state.old", "state.partial", "checkpoint.partial"):
+                shutil.rmtree(Path(output) / name, ignore_errors=True)  # of a kill right after config.json was written
             print(f"{output}: this run is complete; nothing to do")
         return True
     return False
@@ -650,8 +691,8 @@ class Critic:
         run = Path(path) / "run.json"
         if not run.is_file():
             raise SystemExit(f"{path}: found no run.json, expected a directory written by train_critic.py")
-        flags = json.loads(run.read_text())["flags"]
-        if "head" not in flags:
+        flags = read_run(run)["flags"]
+        if not {"head", "normalise", "privileged", "max_length", "model"} <= flags.keys():
             raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
         self.reference, self.max_length, self.device = reference, flags["max_length"], device
@@ -775,12 +816,17 @@ def parse_args(argv=None):
 
 
 def check_training_flags(args):
-    for name in ("batch_size", "micro_batch_size", "epochs", "max_length", "save_every"):
-        if getattr(args, name) < 1:
+    for name in ("batch_size", "micro_batch_size", "epochs", "max_length", "save_every", "max_steps"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
     for name in ("lr", "beta", "nll", "margin", "max_norm"):
         if not 0 <= getattr(args, name) < math.inf:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
+    for name in ("warmup", "holdout"):
+        if not 0 <= getattr(args, name, 0) < 1:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a share of at least 0 and below 1")
+    if not 0 <= args.seed < 2**63:
+        raise SystemExit(f"found --seed {args.seed}, expected a number from 0 up, below 2^63")
 
 
 def main(args):

@@ -21,13 +21,14 @@ get no end-of-turn token; the share of the data is whole tasks after a shuffle; 
 """
 
 import argparse
+import math
 import random
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from colbench import ResumableJsonl, SpeakerError, derive_seed, load_speaker, load_tokenizer, read_jsonl
+from colbench import ResumableJsonl, SpeakerError, derive_seed, expect, load_speaker, load_tokenizer, read_jsonl
 from collect import claim_output, join_processes, launch
 from train_critic import (
     Critic,
@@ -102,6 +103,30 @@ def few_per_task(states, count, seed):
             random.Random(derive_seed(seed, "states", task_id)).sample(group, min(count, len(group)))]
 
 
+def sample_candidates(states, keys, args, process):
+    """The rows of candidates.sampled.jsonl: --num_candidates texts of the policy for each state."""
+    from tqdm import tqdm
+
+    store = ResumableJsonl(Path(args.output) / "candidates.sampled.jsonl", candidate_key, leader=process.leads)
+    process.barrier()
+    mine = [n for n in range(len(states)) if n % process.world == process.rank and keys[n] not in store.rows]
+    if mine:
+        policy = load_speaker(args.sampler or args.model, "agent", args.sampler_model, args.temperature,
+                              args.max_new_tokens, args.sampling_batch_size, process.device)
+    chunk = max(1, args.sampling_batch_size // args.num_candidates)
+    for start in tqdm(range(0, len(mine), chunk), desc="sampling", disable=None if process.leads else True):
+        numbers = mine[start:start + chunk]
+        spoken = policy.speak([states[n][2] for n in numbers], args.num_candidates,
+                              [derive_seed(args.seed, *keys[n]) for n in numbers])
+        for n, said in zip(numbers, spoken, strict=True):
+            if isinstance(said, SpeakerError):
+                raise SystemExit(f"sampling candidates failed: {said}; give the same command again to go on")
+            row = dict(zip(("task_id", "sample", "turn"), keys[n], strict=True)) | {"messages": states[n][2]}
+            store.append(row | {"candidates": [u.text for u in said], "finished": [u.finished for u in said]})
+    process.barrier()
+    return sorted((row for _, row in read_jsonl(store.path)), key=candidate_key)
+
+
 def rank_candidates(episodes, args, process):
     """Sample and score the candidates of every state; ranks share the states, and a killed run goes on."""
     from tqdm import tqdm
@@ -111,51 +136,33 @@ def rank_candidates(episodes, args, process):
         states = few_per_task(states, args.states_per_task, args.seed)
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
-    output = Path(args.output)
+    rows = sample_candidates(states, keys, args, process)
 
-    sampled = ResumableJsonl(output / "candidates.sampled.jsonl", candidate_key, leader=process.leads)
+    store = ResumableJsonl(Path(args.output) / "candidates.jsonl", candidate_key, leader=process.leads)
     process.barrier()
-    mine = [n for n in range(len(states)) if n % process.world == process.rank and keys[n] not in sampled.rows]
-    if mine:
-        policy = load_speaker(args.sampler or args.model, "agent", args.sampler_model, args.temperature,
-                              args.max_new_tokens, args.sampling_batch_size, process.device)
-        bar = tqdm(total=len(mine), unit="state", desc="sampling", disable=None if process.leads else True)
-        chunk = max(1, args.sampling_batch_size // args.num_candidates)
-        for start in range(0, len(mine), chunk):
-            numbers = mine[start:start + chunk]
-            spoken = policy.speak([states[n][2] for n in numbers], args.num_candidates,
-                                  [derive_seed(args.seed, *keys[n]) for n in numbers])
-            for n, said in zip(numbers, spoken, strict=True):
-                if isinstance(said, SpeakerError):
-                    raise SystemExit(f"sampling candidates failed: {said}; give the same command again to go on")
-                row = dict(zip(("task_id", "sample", "turn"), keys[n], strict=True)) | {"messages": states[n][2]}
-                sampled.append(row | {"candidates": [u.text for u in said], "finished": [u.finished for u in said]})
-            bar.update(len(numbers))
-        bar.close()
-        del policy
-    process.barrier()
-    rows = [row for _, row in read_jsonl(sampled.path)]
-
-    ranked = ResumableJsonl(output / "candidates.jsonl", candidate_key, leader=process.leads)
-    process.barrier()
-    mine = [row for number, row in enumerate(sorted(rows, key=candidate_key)) if number % process.world == process.rank
-            and candidate_key(row) not in ranked.rows]
-    if mine:
-        critic = Critic(args.critic, process.device, args.reference)
-        for row in tqdm(mine, unit="state", desc="scoring", disable=None if process.leads else True):
-            scores = critic.score(tasks[row["task_id"]], row["messages"], row["candidates"], row["finished"])
-            ranked.append(row | {"advantages": scores})
-        del critic
+    mine = [row for row in rows[process.rank::process.world] if candidate_key(row) not in store.rows]
+    critic = Critic(args.critic, process.device, args.reference) if mine else None
+    for row in tqdm(mine, unit="state", desc="scoring", disable=None if process.leads else True):
+        scores = critic.score(tasks[row["task_id"]], row["messages"], row["candidates"], row["finished"])
+        store.append(row | {"advantages": scores})
     process.barrier()
     if process.leads:
-        ranked.finish(keys)
+        store.finish(keys)
     process.barrier()
-    return ranked.path
+    return store.path
 
 
-def read_candidates(path, num_candidates=None):
+def is_prompt(messages):
+    """Whether these are the messages of a dialogue in which the agent is to speak next."""
+    roles = [message.get("role") if isinstance(message, dict) and isinstance(message.get("content"), str) else None
+             for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    return len(turns) % 2 == 1 and turns == ["user", "assistant"] * (len(turns) // 2) + ["user"]
+
+
+def read_candidates(path):
     """Ranked candidates of a file, checked; states that were too long to be scored have no advantages."""
-    rows = []
+    rows, seen = [], set()
     for where, row in read_jsonl(path):
         lengths = {name: len(row[name]) if isinstance(row.get(name), list) else None
                    for name in ("messages", "candidates", "finished", "advantages")}
@@ -164,11 +171,17 @@ def read_candidates(path, num_candidates=None):
         if None in lengths.values() or not lengths["candidates"] == lengths["finished"] == lengths["advantages"]:
             raise SystemExit(f"{where}: found lists of lengths {lengths}, expected messages, and as many candidates as"
                              " finished flags and advantages; make the file with train_policy.py --method sweet")
-        sound = all(isinstance(a, (int, float)) and a == a for a in row["advantages"]) and \
-            all(isinstance(text, str) for text in row["candidates"]) and isinstance(row.get("task_id"), str)
-        if not sound or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in row["messages"]):
-            raise SystemExit(f"{where}: found a task_id, message, candidate or advantage of another type, expected texts"
-                             " and numbers; make the file with train_policy.py --method sweet")
+        for key, kind in (("task_id", str), ("sample", int), ("turn", int)):
+            expect(row, key, kind, where)
+        sound = all(type(a) in (int, float) and math.isfinite(a) for a in row["advantages"]) and \
+            all(isinstance(text, str) for text in row["candidates"]) and all(type(done) is bool for done in row["finished"])
+        if not sound or not is_prompt(row["messages"]):
+            raise SystemExit(f"{where}: found messages, candidates, finished flags or advantages of another type, expected"
+                             " a dialogue that ends with the user, texts, booleans and finite numbers; make the file with"
+                             " train_policy.py --method sweet")
+        if candidate_key(row) in seen:
+            raise SystemExit(f"{where}: found the state {candidate_key(row)} a second time, expected it once")
+        seen.add(candidate_key(row))
         rows.append(row)
     if not rows:
         raise SystemExit(f"{path}: found no ranked state, expected at least one")
@@ -340,9 +353,12 @@ def parse_args(argv=None):
     check_training_flags(args)
     if args.method == "sweet" and not (args.critic or args.candidates):
         raise SystemExit("--method sweet: found neither --critic nor --candidates, expected one of them")
-    for name in ("num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size"):
-        if getattr(args, name) < 1:
+    for name in ("num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size", "states_per_task"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
+    for name in ("temperature", "rft_reward"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
     if not 0 < args.data_fraction <= 1:
         raise SystemExit(f"found --data_fraction {args.data_fraction}, expected more than 0 and at most 1")
     if args.model == "toy" and args.method != "sft":

@@ -227,7 +227,7 @@ def test_check_reports_references_that_cannot_be_passed_with_the_reason():
 
 def soak(count):
     """Mixed honest and hostile answers: flat memory, nothing left, even pace, the rewards of a fresh judge."""
-    from benchmark_judge import cpu_seconds
+    from benchmark import cpu_seconds
     answers = [DOUBLE["ground_truth"], "def f(n):\n    return n", "def f(n):\n    __import__('os')._exit(0)",
                "def f(n):\n    open('x', 'w').write('x' * n)\n    return n * 2", "def f(n): return (",
                "def f(n):\n    return [0] * 10 ** 6"]

@@ -108,7 +108,7 @@ def test_a_cut_candidate_keeps_no_end_of_turn_token():
 def test_no_candidate_sees_another():
     row = Row([0] * 7, [-1, -1, 0, 0, 1, 1, 1], 2, prompt=2)
     mask = train_critic.packed_mask([row], torch.tensor([row.turn_index]))[0, 0]
-    assert mask.int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],  # the prompt's two tokens need no mask
                                    [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1]]
     assert row.positions() == [0, 1, 2, 3, 2, 3, 4] and row.sources()[2:] == [1, 2, 1, 4, 5]
 

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# What the project does on one CUDA GPU, in one table and under 9 minutes. --dry: the same code on tiny shapes on the CPU.
+#   bash tests/gpu_check.sh [--dry] [--layers 32]      PYTHON=... chooses the interpreter
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+timeout 300 "$PYTHON" tests/gpu_check.py "$@"
+tests=(tests/test_critic.py tests/test_policy.py tests/test_dialogue.py)
+wanted="not ranks and not resumed and not toy"  # one GPU holds no two ranks
+case " $* " in *" --dry "*) wanted="packed or padded or equations" ;; esac
+timeout 220 "$PYTHON" -m pytest -q -m "not slow" -k "$wanted" "${tests[@]}"
