@@ -26,7 +26,7 @@ from test_critic import weights, write_episodes
 
 from colbench import load_model
 
-MINUTE = 60
+MINUTE, GRACE = 60, 2
 KILLS = [3, pytest.param(20, marks=pytest.mark.slow)]
 
 # -----------------------------------------------------------------------------
@@ -150,12 +150,12 @@ def kill_again_and_again(command, folder, kills, ranks):
         victim.join(draw.uniform(0, seconds))
         if victim.exitcode is not None:  # it was faster: a new run
             assert victim.exitcode == 0, command.log.read_text()[-3000:]
-            stop_others(processes, command, signal.SIGCONT)
+            stop_others(processes, signal.SIGCONT)
             assert contents(folder / str(number)) == expected
             number, known = number + 1, set()
             continue
         victim.kill()
-        stop_others(processes, command, signal.SIGTERM)
+        stop_others(processes, signal.SIGTERM)
         kills -= 1
         known = no_line_lost(folder / str(number), known)
         if not (folder / str(number) / "config.json").exists() and "model.safetensors" in expected:
@@ -166,15 +166,20 @@ def kill_again_and_again(command, folder, kills, ranks):
     assert not list((folder / str(number)).glob("*.partial")) and not list((folder / str(number)).glob("state*"))
 
 
-def stop_others(processes, command, number):
-    """What torchrun does when one of its processes has died; the others have to be gone within a minute."""
+def stop_others(processes, number):
+    """What torchrun does when one of its processes has died: a signal, and SIGKILL for those that do not hear it.
+
+    A rank that waits for another inside a collective hears no SIGTERM. torchrun gives it 30 seconds, we give it fewer.
+    """
     for process in processes:
         if process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
     for process in processes:
-        process.join(MINUTE)
-        assert process.exitcode is not None, f"a process of {command.script} outlived another by a minute"
+        process.join(MINUTE if number == signal.SIGCONT else GRACE)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
 
 
 def no_line_lost(folder, known):
