@@ -779,6 +779,10 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.draws < 100:
         raise SystemExit(f"found --draws {args.draws}, expected 100 or more for a 95 % interval")
+    if args.repeats < 1 or min(args.best_of_n, default=1) < 1:
+        raise SystemExit(f"found --repeats {args.repeats} and --best_of_n {args.best_of_n}, expected at least 1")
+    if not 0 < args.leak_threshold <= 1:
+        raise SystemExit(f"found --leak_threshold {args.leak_threshold}, expected more than 0 and at most 1")
     if not args.episodes:
         check_rollout_flags(args)
     if any(count > 1 for count in args.best_of_n) and not args.critic:

@@ -48,6 +48,7 @@ from colbench import (
     load_model,
     load_tokenizer,
     read_episodes,
+    read_jsonl,
     toy_credit,
     write_atomically,
 )
@@ -751,7 +752,7 @@ def credit_pairs(credits, known):
 
 def credit_auc(critic, episodes, policy, seed, max_states=200, num_candidates=16):
     """Within-state AUC of the critic's credit on toy tasks: how often the truly better of two candidates scores higher."""
-    states = [state for state in states_of(episodes) if state[0]["task"].get("toy") and state[0]["task"]["domain"] == "backend"]
+    states = list(states_of(episodes))
     random.Random(derive_seed(seed, "credit")).shuffle(states)
     states = states[:max_states]
     spoken = policy.speak([messages for _, _, messages in states], num_candidates,
@@ -768,6 +769,22 @@ def credit_auc(critic, episodes, policy, seed, max_states=200, num_candidates=16
             hits[kind].append(hit)
             hits["all"].append(hit)
     return {f"credit_auc/{kind}": float(numpy.mean(found)) for kind, found in hits.items() if found}
+
+
+def print_report(output, held_episodes, args, device):
+    """The last lines of a run: what the critic says of held-out pairs, and on toy tasks how true its turn credit is."""
+    report = {}
+    for _, line in read_jsonl(output / "metrics.jsonl"):
+        report |= {name: value for name, value in line.items() if name.startswith(("holdout/", "credit_auc/"))}
+    toy = [episode for episode in held_episodes if "needed" in episode["task"].get("toy", {})]
+    if toy and not any(name.startswith("credit_auc/") for name in report):
+        policy = LocalSpeaker(args.model, max_new_tokens=256, device=device)
+        credit = credit_auc(Critic(output, device), toy, policy, args.seed)
+        with open(output / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": line["step"] + 1} | credit) + "\n")
+        report |= credit
+    for name, value in report.items():
+        print(f"{name:40s} {value:.4f}")
 
 
 # -----------------------------------------------------------------------------
@@ -849,9 +866,10 @@ def main(args):
     claim_output(output / "run.json", args, args.episodes, process)
     if not is_complete(output, process):
         kind = {"logratio": "AutoModelForCausalLM", "value": "AutoModelForTokenClassification"}[args.head]
-        options = {"num_labels": 1, "classifier_dropout": 0.0} if args.head == "value" else {}
         torch.manual_seed(args.seed)  # a value head starts from random weights, the same on every rank
-        model = load_trainable(args.model, process, kind, **options)
+        model = load_trainable(args.model, process, kind, **({"num_labels": 1} if args.head == "value" else {}))
+        if args.head == "value":
+            model.dropout.p = 0.0  # ranks would draw different masks than one process
         shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
         if args.head == "logratio":
             rows = [row for item in items + held_items for row in item.rows]
@@ -861,16 +879,7 @@ def main(args):
         save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
         del model
     if process.leads:
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-        report = {name: value for name, value in json.loads(lines[-1]).items() if name.startswith("holdout/")}
-        if held_out and any(episode["task"].get("toy") for episode in episodes):
-            held_episodes = [episode for name in held_out for episode in groups[name]]
-            policy = LocalSpeaker(args.model, max_new_tokens=256, device=process.device)
-            report |= credit_auc(Critic(output, process.device), held_episodes, policy, args.seed)
-            with open(output / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": len(lines)} | report) + "\n")
-        for name, value in report.items():
-            print(f"{name:40s} {value:.4f}")
+        print_report(output, [episode for name in held_out for episode in groups[name]], args, process.device)
 
 
 if __name__ == "__main__":

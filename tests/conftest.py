@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Each in our own words, with the structure of the family: what surrounds a message, how a turn ends, the system role
 TEMPLATES = {
-    "llama3": "{{ '<bos>' }}{% for m in messages %}{{ '<start>' + m['role'] + '<stop>\n\n' + m['content'] | trim }}"
+    "llama3": "{{ '<bos>' }}{% for m in messages %}{{ '<start>' + m['role'] + '<stop>\n\n' }}{{ m['content'] | trim }}"
     "{{ '<end>' }}{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant<stop>\n\n' }}{% endif %}",
     "qwen2.5": "{% if messages[0]['role'] != 'system' %}{{ '<start>system\nYou help.<end>\n' }}{% endif %}{% for m in messages %}"
     "{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
