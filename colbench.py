@@ -1965,7 +1965,7 @@ def toy_tasks(spec, num_tasks):
     if len(parts) != 3 or parts[1] not in TOY_SPEAKERS or parts[2] not in ("train", "valid", "test"):
         raise SystemExit(f"found --tasks {spec}, expected toy:backend:train, toy:frontend:test, ... (train, valid or test)")
     if parts[1] == "frontend":
-        return [toy_frontend_task(parts[2], index) for index in range(num_tasks)]
+        return [toy_frontend_task(parts[2], index) for index in range(min(num_tasks, len(toy_pages(parts[2]))))]
     tasks, seen, draw = [], set(), random.Random(spec)
     while len(tasks) < num_tasks:
         topic = draw.choice(TOY_TOPICS)
@@ -2130,11 +2130,17 @@ def toy_page_choice(html):
     return choice
 
 
-def toy_frontend_task(split, index):
-    """Task number `index` of the toy's pages; every fifth page of the grammar is a test page, so no page is in both."""
-    pages = list(itertools.product(TOY_PAGE_TOPICS, *TOY_SLOTS.values()))
+@cache
+def toy_pages(split):
+    """The pages (topic, word, ...) of a split: of every five pages of the grammar one is for test and one for valid."""
+    pages = itertools.product(TOY_PAGE_TOPICS, *TOY_SLOTS.values())
     places = {"test": (0,), "valid": (1,), "train": (2, 3, 4)}[split]
-    pages = [page for number, page in enumerate(pages) if number % 5 in places]
+    return [page for number, page in enumerate(pages) if number % 5 in places]
+
+
+def toy_frontend_task(split, index):
+    """Task number `index` of a split of the toy's pages."""
+    pages = toy_pages(split)
     topic, *words = pages[index * 997 % len(pages)]  # 997 is prime to all sizes: neighbours differ in many slots
     choice = dict(zip(TOY_SLOTS, words, strict=True))
     rng = random.Random(f"{split}{index}")
@@ -2215,15 +2221,15 @@ class Referee:
             self.judge = Judge(share, require_protection=args.require_protection)
         if "frontend" in domains:
             self.browser = Browser()
-            self.clip = None if args.clip == "none" else ClipReward(args.clip, args.clip_crop, process.device or "cpu")
+            name = args.clip or ("none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32")
+            self.clip = None if name == "none" else ClipReward(name, args.clip_crop, process.device or "cpu")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for resource_ in (self.judge, self.browser):
-            if resource_:
-                resource_.__exit__(None, None, None)
+        for opened in filter(None, (self.judge, self.browser)):
+            opened.__exit__(None, None, None)
 
     def grade_all(self, tasks, answers):
         if not tasks:

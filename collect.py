@@ -288,7 +288,7 @@ def add_rollout_flags(parser):
     parser.add_argument("--reply_chars", type=int, help="cut human replies here (default: 400 backend, 1000 frontend)")
     parser.add_argument("--judge", choices=("fixed", "official"), default="fixed", help="grading semantics (README)")
     parser.add_argument("--require_protection", action="store_true", help="refuse to run if the sandbox lacks a protection")
-    parser.add_argument("--clip", default="openai/clip-vit-base-patch32", help="frontend reward: CLIP model, or none")
+    parser.add_argument("--clip", help="frontend reward: CLIP model or none (default: clip-vit-base-patch32; toy: none)")
     parser.add_argument("--clip_crop", choices=("center", "pad"), default="center", help="what CLIP sees of tall pages")
     parser.add_argument("--batch_size", type=int, default=64, help="dialogues played at the same time by each process")
 

@@ -269,11 +269,15 @@ def split_tasks(groups, holdout, seed):
     return names[count:], names[:count]
 
 
+def instructions(episode):
+    """What the agent of an episode was told to do; official episodes do not say, and get ours."""
+    prompt = episode.get("agent_prompt")
+    return AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
+
+
 def dialogue_row(tokenizer, episode, privileged, max_length):
     """(row, dropped turns) of an episode as the critic sees it."""
-    history = episode["dialogue_history"]
-    prompt = episode.get("agent_prompt")
-    prompt = AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
+    history, prompt = episode["dialogue_history"], instructions(episode)
     last = max(number for number, message in enumerate(history) if message["role"] == "assistant")
     messages = critic_messages(episode["task"], agent_messages(episode["task"], history[:last + 1], prompt), privileged)
     finished = [message.get("finished") is not False for message in history if message["role"] == "assistant"]
@@ -569,7 +573,7 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
         model.config.dtype = torch.float32
         with writing(partial):
             model.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
         if agent_prompt is not None:  # the instructions travel with the weights that were trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
@@ -728,9 +732,7 @@ class Critic:
 def states_of(episodes):
     """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
     for episode in episodes:
-        history = episode["dialogue_history"]
-        prompt = episode.get("agent_prompt")
-        prompt = AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
+        history, prompt = episode["dialogue_history"], instructions(episode)
         for place, message in enumerate(history):
             if message["role"] == "assistant":
                 yield episode, place // 2, agent_messages(episode["task"], history[:place], prompt)
