@@ -151,7 +151,7 @@ def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
             unknown = [detail for detail in task["toy"]["needed"] if detail not in asked]
             wasted = next(d for d in TOY_DETAILS if d not in task["toy"]["needed"] and d not in asked)
             texts = [f"Tell me the {wasted}.", f"{ANSWER_MARKER}\n{told(task, before)[1]}"]
-            texts += [f"Tell me the {unknown[0]}."] * bool(unknown)
+            texts += [f"Tell me the {detail}." for detail in unknown[:1]]
             for text in texts:
                 after = before + [{"role": "assistant", "content": text}]
                 worth = toy_credit(task, after, turn, right=not unknown).worth
