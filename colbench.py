@@ -279,9 +279,9 @@ HUMAN_PROMPT = {
     "Answer the programmer's questions from it, in one or two plain sentences. Tell only what was asked. When the"
     " function does not settle the question, say that you do not know. Never write or quote code.",
     "frontend": "You asked a designer for a web page. What you asked was:\n{problem_description}\n\n"
-    "You see two pictures: first the page as you have it in mind, then the designer's page as it is now. The designer"
-    " cannot see the first. Name the most visible differences in a few plain sentences, as changes that you would like."
-    " Do not write HTML.",
+    "You see two pictures: the designer's page as it is now, and the page as you have it in mind, which the designer"
+    " cannot see. Name the most visible differences in a few plain sentences, as changes that you would like. If there"
+    " are none, say so. Do not write HTML.\n\nThe designer's last message: {message}",
 }
 REFERENCE_NOTE = "Reference solution, known in training only:\n{reference}\n\n"
 

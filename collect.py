@@ -94,7 +94,8 @@ def launch(main, args):
     def stop(number, frame):
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: a shell's background jobs start with it ignored
+        signal.signal(number, stop)
     go_on = "What was finished is on disk; give the same command again to go on."
     try:
         main(args)

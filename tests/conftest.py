@@ -17,8 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 TEMPLATES = {
     "llama3": "{{ '<bos>' }}{% for m in messages %}{{ '<start>' + m['role'] + '<stop>\n\n' }}{{ m['content'] | trim }}"
     "{{ '<end>' }}{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant<stop>\n\n' }}{% endif %}",
-    "qwen2.5": "{% if messages[0]['role'] != 'system' %}{{ '<start>system\nYou help.<end>\n' }}{% endif %}{% for m in messages %}"
-    "{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
+    "qwen2.5": "{% if messages[0]['role'] != 'system' %}{{ '<start>system\nYou help.<end>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}",
     # the last agent turn gets an empty thought, earlier ones lose it
     "qwen3": "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"

@@ -358,7 +358,7 @@ def test_a_blank_page_is_far_from_every_real_page(browser, real_pages):
 def test_answers_without_a_page_score_zero_and_say_so(browser):
     task = {"ground_truth": PAGE}
     grades = colbench.grade_frontend_all([task] * 3, ["no page", "<html>" + "x" * 10**6 + "</html>", PAGE], browser)
-    assert grades[0] == (0.0, None, {"page": "no page in the answer"})
+    assert grades[0] == colbench.Grade(0.0, None, {"page": "no page in the answer"})
     assert grades[1].reward == 0.0 and "characters" in grades[1].reasons["page"]
     assert grades[2].reward == 1.0 and colbench.grade_frontend(task, PAGE, browser) == grades[2]
 
@@ -414,14 +414,14 @@ def test_human_sees_the_reference_picture_but_no_reference_html():
     task = {"problem_description": "a {page}", "ground_truth": PAGE}
     png = colbench.placeholder_picture("https://picsum.photos/4/5")
     history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": "see {x} " + PAGE}]
-    messages = colbench.human_frontend_messages(task, history, png, png)
+    messages = colbench.human_frontend_messages(task, history, png, png, colbench.HUMAN_PROMPT["frontend"])
     text = json.dumps([part for part in messages[0]["content"] if part["type"] == "text"])
     assert "a {page}" in text and "see {x}" in text and "bg-red-500" not in text
     addresses = [part["image_url"]["url"] for part in messages[0]["content"] if part["type"] == "image_url"]
     assert [base64.b64decode(address.split(",")[1]) for address in addresses] == [png, png]
     local = colbench.local_images(messages)[0]["content"]
     assert [part["image"].size for part in local if part["type"] == "image"] == [(4, 5)] * 2
-    no_page = colbench.human_frontend_messages(task, history[:1], None, png)[0]["content"]
+    no_page = colbench.human_frontend_messages(task, history[:1], None, png, colbench.HUMAN_PROMPT["frontend"])[0]["content"]
     assert sum(part["type"] == "image_url" for part in no_page) == 1
 
 
