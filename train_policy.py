@@ -124,7 +124,10 @@ def sample_candidates(states, keys, args, process):
             row = dict(zip(("task_id", "sample", "turn"), keys[n], strict=True)) | {"messages": states[n][2]}
             store.append(row | {"candidates": [u.text for u in said], "finished": [u.finished for u in said]})
     process.barrier()
-    return sorted((row for _, row in read_jsonl(store.path)), key=candidate_key)
+    if process.leads:
+        store.finish(keys)
+    process.barrier()
+    return [row for _, row in read_jsonl(store.path)]
 
 
 def rank_candidates(episodes, args, process):

@@ -23,10 +23,10 @@ python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py --tas
 
 # 2. the critic, and the policy that it teaches, on one core
 sweet() {
-  python train_critic.py --episodes "$OUT/episodes.jsonl" --model toy/base --lr 1e-4 --epochs 2 --batch_size 32 \
-    --micro_batch_size 16 --seed "$SEED" --output "$OUT/critic"
-  policy sweet sweet --critic "$OUT/critic" --data_fraction 1 --states_per_task 2 --share state --lr 1e-4 \
-    --max_new_tokens 128 --sampling_batch_size 256
+  python train_critic.py --episodes "$OUT/episodes.jsonl" --model toy/base --lr 2e-4 --beta 1 --nll 0.5 --epochs 2 \
+    --batch_size 32 --micro_batch_size 16 --seed "$SEED" --output "$OUT/critic"
+  policy sweet sweet --critic "$OUT/critic" --data_fraction 1 --states_per_task 2 --share state --lr 1e-3 --beta 1 \
+    --nll 0.2 --epochs 2     --max_new_tokens 128 --sampling_batch_size 256
   play sweet "$OUT/sweet"
 }
 # 3. what the paper compares it with, on the other

@@ -285,11 +285,12 @@ def test_the_api_key_goes_to_the_server_and_nowhere_else(tmp_path):
 
 
 def children_environments(parent):
-    """The environments of the processes that `parent` has started: the judge's workers."""
+    """The environments of the judge's workers that `parent` has started; before its exec, a child still has the parent's."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(status.read_text().rsplit(")", 1)[1].split()[1]) == parent:
+            if int(status.read_text().rsplit(")", 1)[1].split()[1]) == parent and \
+                    b"judge-worker" in (status.parent / "cmdline").read_bytes():
                 found.add((status.parent / "environ").read_bytes())
     return found
 
