@@ -567,6 +567,8 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
+    kept = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # a tied weight has one name here
+    weights = {name: weight for name, weight in weights.items() if name in kept}
     if process.leads:
         partial = output / "checkpoint.partial"
         shutil.rmtree(partial, ignore_errors=True)

@@ -249,6 +249,16 @@ def test_ranks_checkpointing_and_micro_batches_do_not_change_the_weights(trained
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+def test_two_ranks_train_tied_embeddings_as_one_does(trained, tiny, tmp_path):
+    folder, _ = trained
+    for processes in (1, 2):
+        run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(tied=True), tmp_path / str(processes)),
+                   processes=processes)
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
+    assert one.keys() == two.keys() and "lm_head.weight" not in one
+    assert all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
+
+
 @pytest.mark.parametrize("change, differs", [
     (("--privileged", "none"), True), (("--normalise", "trajectory"), True), (("--normalise", "none"), True),
     (("--nll", "0"), True), (("--pairs", "all"), False), (("--seed", "0"), False),

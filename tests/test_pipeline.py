@@ -56,6 +56,23 @@ def test_a_random_two_layer_model_plays_real_rows_with_a_model_as_human(real_dat
         assert episode["turns"] == 10 and episode["reward"] == 0 and "passed" not in episode["reasons"].values()
 
 
+def test_the_scripted_agent_plays_real_rows_for_a_dry_run_and_a_random_model_the_toy(real_data, tiny, tmp_path):
+    run_script("collect.py", "--tasks", real_data / "colbench_backend_200.jsonl", "--num_tasks", 5, "--samples_per_task", 2,
+               "--agent", "scripted", "--output", tmp_path / "real.jsonl")
+    assert [episode["turns"] for episode in read_episodes(tmp_path / "real.jsonl")] == [2] * 10
+    play(tmp_path / "toy.jsonl", "--num_tasks", 2, "--agent", tiny(), "--max_new_tokens", 8)
+    assert all(episode["turns"] == 10 and not episode["error"] for episode in read_episodes(tmp_path / "toy.jsonl"))
+
+
+def test_best_of_n_by_critics_without_training_time_information_and_with_a_value_head(episodes, tmp_path):
+    for name, flags in (("plain", ("--privileged", "none")), ("value", ("--head", "value"))):
+        run_script("train_critic.py", "--episodes", episodes, "--pairs", "all", "--model", "toy/base", "--max_steps", 2,
+                   "--lr", 1e-4, "--micro_batch_size", 8, "--output", tmp_path / name, *flags)
+        run_script("evaluate.py", "--tasks", "toy:backend:test", "--num_tasks", 2, "--agent", "toy/base", "--best_of_n", 3,
+                   "--critic", tmp_path / name, "--max_new_tokens", 96, "--output", tmp_path / "test", "--name", name)
+        assert len(lines(tmp_path / f"test/{name}-best-of-3.jsonl")) == 2
+
+
 def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
     common = ("--model", "toy/base", "--micro_batch_size", 8, "--max_steps", 4, "--lr", 1e-4)
     run_script("train_critic.py", "--episodes", episodes, "--pairs", "all", "--holdout", 0.2, *common, "--output",
