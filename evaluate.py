@@ -44,7 +44,7 @@ from colbench import (
     write_atomically,
 )
 from collect import add_rollout_flags, check_rollout_flags, claim_output, collect, join_processes, launch
-from train_critic import Critic, states_of
+from train_critic import Critic
 
 # -----------------------------------------------------------------------------
 # Statistics
@@ -196,15 +196,13 @@ def annotate(policies, args, process):
     """What the report shows of each episode besides its text: the critic's advantages, the toy's true credit, pictures."""
     scorer = None if (args.critic or "judge:").startswith("judge:") else Critic(args.critic, process.device or "cpu")
     episodes = [episode for runs in policies.values() for run in runs for episode in run if not episode["error"]]
-    for episode, turn, messages in states_of(episodes):
-        said = episode["dialogue_history"][2 * turn + 1]
+    for episode in episodes:
         if scorer:
-            text = (said.get("output") or said["content"]).strip()
-            score = scorer.score(episode["task"], messages, [text], [said.get("finished", True)]) or [None]
-            episode.setdefault("advantages", []).append(score[0])
+            episode["advantages"] = scorer.score_dialogue(episode)
         if "needed" in episode["task"].get("toy", {}):
-            credit = toy_credit(episode["task"], episode["dialogue_history"], turn, episode["success"])
-            episode.setdefault("credits", []).append(credit.kind)
+            history = episode["dialogue_history"]
+            episode["credits"] = [toy_credit(episode["task"], history, turn, episode["success"]).kind
+                                  for turn in range(len(history) // 2)]
     if episodes and episodes[0]["task"]["domain"] == "frontend":
         with Browser() as browser:
             for episode in episodes:
@@ -461,7 +459,7 @@ def training_curves(specs):
                       if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])]
             window = math.ceil(len(points) / 300) or 1
             means = [numpy.mean(points[i : i + window], axis=0) for i in range(0, len(points), window)]
-            if means:
+            if len(means) > 3:  # two points of a hold-out are no curve
                 curves[key][name] = means
     return curves
 

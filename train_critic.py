@@ -709,7 +709,6 @@ class Critic:
         self.model = load_model(path, dtype, device, kind).eval()
         self.reference_model = None if self.head == "value" else load_model(flags["model"], dtype, device).eval()
 
-    @torch.no_grad()
     def score(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None where a state is too long to be scored."""
         distinct = list(dict.fromkeys(zip(texts, finished, strict=True)))
@@ -717,18 +716,27 @@ class Critic:
         rows = packed_rows(self.tokenizer, view, *zip(*distinct, strict=True), self.max_length)
         if rows is None:
             return None
-        if self.head == "value":
-            scores = [forward_values(self.model, [row], self.device)[0][0] for row in rows]
-        else:
-            scored = [forward_turns(self.model, [row], self.device) for row in rows]
-            if self.reference == "plain":  # official ranking: the reference does not see the solution
-                rows = packed_rows(self.tokenizer, messages, *zip(*distinct, strict=True), self.max_length)
-            references = torch.cat([forward_turns(self.reference_model, [row], self.device)[0][0] for row in rows])
-            sums, counts = (torch.cat([part[side][0] for part in scored]) for side in (0, 1))
-            one_turn = "none" if self.normalise == "none" else "turn"
-            scores = [advantage(sums[None], references[None], counts[None], one_turn)[0]]
-        by_text = dict(zip(distinct, torch.cat(scores).tolist(), strict=True))
+        seen = rows
+        if self.reference == "plain":  # official ranking: the reference does not see the solution
+            seen = packed_rows(self.tokenizer, messages, *zip(*distinct, strict=True), self.max_length)
+        by_text = dict(zip(distinct, self._advantages(rows, seen), strict=True))
         return [by_text[candidate] for candidate in zip(texts, finished, strict=True)]
+
+    def score_dialogue(self, episode):
+        """The advantage of each agent turn of an episode, in one forward; None for turns that it is too long for."""
+        row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length)
+        return [None] * dropped + self._advantages([row], [row]) if row else [None] * (len(episode["dialogue_history"]) // 2)
+
+    @torch.no_grad()
+    def _advantages(self, rows, reference_rows):
+        """The turns of `rows` in order, scored one row at a time; the reference may see them in other rows."""
+        if self.head == "value":
+            return torch.cat([forward_values(self.model, [row], self.device)[0][0] for row in rows]).tolist()
+        scored = [forward_turns(self.model, [row], self.device) for row in rows]
+        sums, counts = (torch.cat([part[side][0] for part in scored]) for side in (0, 1))
+        references = torch.cat([forward_turns(self.reference_model, [row], self.device)[0][0] for row in reference_rows])
+        one_turn = "none" if self.normalise == "none" else "turn"
+        return advantage(sums[None], references[None], counts[None], one_turn)[0].tolist()
 
 
 def states_of(episodes):

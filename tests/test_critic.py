@@ -313,3 +313,12 @@ def test_candidates_in_one_row_score_as_each_alone_and_see_nothing_of_each_other
     assert together == pytest.approx(alone, abs=1e-5) and together[0] == together[3]
     changed = critic.score(task, dialogue("t"), ["completely other", *texts[1:]], finished)
     assert changed[1:] == pytest.approx(together[1:], abs=1e-5)
+
+
+def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by_one(trained):
+    folder, _ = trained
+    critic = train_critic.Critic(str(folder / "critic"), "cpu")
+    whole = episode("t", 1.0, texts=("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x"))
+    single = [critic.score(whole["task"], messages, [whole["dialogue_history"][2 * turn + 1]["content"]], [True])[0]
+              for _, turn, messages in train_critic.states_of([whole])]
+    assert critic.score_dialogue(whole) == pytest.approx(single, abs=1e-5) and len(single) == 3
