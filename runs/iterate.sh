@@ -14,7 +14,8 @@ for round in $(seq 1 "$ROUNDS"); do
   python train_critic.py --episodes "$DIR/episodes.jsonl" --model "$MODEL" --lr 2e-4 --beta 1 --nll 0.5 --epochs 2 \
     --batch_size 32 --micro_batch_size 16 --seed "$SEED" --output "$DIR/critic"
   python train_policy.py --method sweet --episodes "$DIR/episodes.jsonl" --model "$MODEL" --critic "$DIR/critic" \
-    --data_fraction 1 --states_per_task 2 --share state --lr 1e-3 --beta 1 --nll 0.2 --epochs 2 --batch_size 32 --micro_batch_size 16 --seed "$SEED" \
+    --data_fraction 1 --states_per_task 2 --share state --lr 1e-3 --beta 1 --nll 0.2 --epochs 2 \
+    --batch_size 32 --micro_batch_size 16 --seed "$SEED" \
     --max_new_tokens 128 --sampling_batch_size 256 --output "$DIR/policy"
   MODEL=$DIR/policy
   python evaluate.py --tasks toy:backend:test --num_tasks "$TEST" --agent "$MODEL" --name "round$round" \
