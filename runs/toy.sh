@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 SEED=${SEED:-0} OUT=${OUT:-runs/out/toy}
 if [ -n "${SHORT:-}" ]; then TASKS=80 TEST=20; fi
 TASKS=${TASKS:-1500} TEST=${TEST:-500}
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1; trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 policy() { # NAME METHOD FLAGS...
   python train_policy.py --method "$2" --episodes "$OUT/episodes.jsonl" --model toy/base --seed "$SEED" \
     --batch_size 32 --micro_batch_size 16 --output "$OUT/$1" "${@:3}"
