@@ -179,9 +179,9 @@ def complete_episode(row, where="episode", sample=0):
                          " backend reward of 1, false below, null for pages and failed episodes")
     replies = [message["content"] for message in history[2::2]]
     episode = {
-        "sample": sample, "answer": None, "success": success, "turns": len(history) // 2, "reasons": {},
+        "sample": sample, "answer": None, "reasons": {},
         "leak": leak_share(task, replies) if "leak" not in row else 0.0,
-        "agent": None, "human": None, "seed": None, "error": None,
+        "agent": None, "human": None, "seed": None,
     } | row | {"task": task, "success": success, "turns": len(history) // 2, "error": error}
     for key, kind, optional in (("sample", int, False), ("leak", (int, float), False), ("reasons", dict, False),
                                 ("answer", str, True), ("agent_prompt", str, True),
@@ -284,6 +284,11 @@ HUMAN_PROMPT = {
     " are none, say so. Do not write HTML.\n\nThe designer's last message: {message}",
 }
 REFERENCE_NOTE = "Reference solution, known in training only:\n{reference}\n\n"
+
+
+def instructions(task, prompt):
+    """What the agent is told to do: the given prompt (an empty one is none), or ours where nothing was given."""
+    return AGENT_PROMPT[task["domain"]] if prompt is None else prompt
 
 
 def agent_messages(task, history, prompt):
@@ -2023,6 +2028,11 @@ def toy_calls(choice, draw):
     return texts
 
 
+def has_toy_credit(task):
+    """Whether the task is one of the embedded backend world, whose true credit is known."""
+    return isinstance(task.get("toy"), dict) and "needed" in task["toy"]
+
+
 def toy_asked(text):
     """The first detail that a message mentions, or None."""
     return next((word for word in re.findall(r"[a-z]+", text.lower()) if word in TOY_DETAILS), None)
@@ -2164,6 +2174,11 @@ def last_page(history):
     return next(filter(None, pages), "")
 
 
+def graded_page(answer, history):
+    """The page that counts: the answer's, or the last one shown where the answer holds none."""
+    return extract_html(answer) or last_page(history)
+
+
 def toy_frontend_human(task, history):
     """The largest difference between the agent's last page and the wanted one, named in a few words."""
     html = extract_html(history[-1]["content"]) if history[-1]["role"] == "assistant" else ""
@@ -2222,6 +2237,8 @@ class Referee:
             self.judge = Judge(share, require_protection=args.require_protection)
         if "frontend" in domains:
             self.browser = Browser()
+            # every turn of a dialogue shows the human the same reference page
+            self.draw = functools.lru_cache(256)(lambda html: self.browser.render_all([html])[0])
             name = args.clip or ("none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32")
             self.clip = None if name == "none" else ClipReward(name, args.clip_crop, process.device or "cpu")
 
@@ -2245,7 +2262,7 @@ class Referee:
             return history
         if task["domain"] == "backend":
             return human_messages(task, history, prompt)
-        reference, page = self.browser.render_all([extract_html(task["ground_truth"]), last_page(history)])
+        page, reference = self.draw(last_page(history)), self.draw(extract_html(task["ground_truth"]))
         return human_frontend_messages(task, history, page, reference, prompt)
 
 

@@ -32,7 +32,6 @@ import typing
 from pathlib import Path
 
 from colbench import (
-    AGENT_PROMPT,
     HUMAN_PROMPT,
     MAX_TURNS,
     REPLY_CHARACTERS,
@@ -41,6 +40,8 @@ from colbench import (
     SpeakerError,
     agent_messages,
     derive_seed,
+    graded_page,
+    instructions,
     leak_share,
     load_speaker,
     read_tasks,
@@ -61,11 +62,22 @@ class Process(typing.NamedTuple):
     def leads(self):
         return self.rank == 0
 
+    @property
+    def hide_bar(self):
+        return None if self.leads else True  # for tqdm: None hides it where nobody watches
+
     def barrier(self):
         if self.world > 1:
             import torch.distributed
 
             torch.distributed.barrier()
+
+    def finish(self, store, order):
+        """All rows of a file that every rank appends to, sorted by the leader once all are there; [] on other ranks."""
+        self.barrier()
+        rows = store.finish(order) if self.leads else []
+        self.barrier()
+        return rows
 
 
 def join_processes(always=False):
@@ -188,7 +200,7 @@ class Rules:
 
 def agent_turn(dialogues, agent, rules):
     """One message of the agent in each dialogue; sets `answer` where it ends the dialogue."""
-    conversations = [agent_messages(d.task, d.history, prompt_of(d.task, rules)) for d in dialogues]
+    conversations = [agent_messages(d.task, d.history, instructions(d.task, rules.agent_prompt)) for d in dialogues]
     seeds = [derive_seed(rules.seed, *d.key, len(d.history)) for d in dialogues]
     spoken = agent.speak(conversations, seeds=seeds, tasks=[d.task for d in dialogues], keys=[d.key for d in dialogues])
     for dialogue, said in zip(dialogues, spoken, strict=True):
@@ -213,10 +225,6 @@ def human_turn(dialogues, human, rules, referee):
             continue
         limit = rules.reply_chars or REPLY_CHARACTERS[dialogue.task["domain"]]
         dialogue.history.append({"role": "user", "content": said[0].text[:limit]})
-
-
-def prompt_of(task, rules):
-    return AGENT_PROMPT[task["domain"]] if rules.agent_prompt is None else rules.agent_prompt
 
 
 def rollout(jobs, agent, human, referee, rules, batch_size):
@@ -250,18 +258,14 @@ def judged(dialogues, referee, rules, agent):
             "answer": dialogue.answer, "reward": grade and grade.reward, "success": grade and grade.success,
             "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs), "reasons": grade.reasons if grade else {},
             "leak": leak_share(dialogue.task, [m["content"] for m in dialogue.history[2::2]]),
-            "seed": rules.seed, "agent_prompt": prompt_of(dialogue.task, rules), "error": dialogue.error,
+            "seed": rules.seed, "agent_prompt": instructions(dialogue.task, rules.agent_prompt),
+            "error": dialogue.error,
         }
 
 
 def final_answer(dialogue):
     """The answer to judge. In the frontend domain an answer without a page stands for the last page that was shown."""
-    if dialogue.task["domain"] == "frontend":
-        from colbench import extract_html
-
-        shown = [dialogue.answer] + [m["content"] for m in reversed(dialogue.history) if m["role"] == "assistant"]
-        return next((text for text in shown if extract_html(text)), dialogue.answer)
-    return dialogue.answer
+    return graded_page(dialogue.answer, dialogue.history) if dialogue.task["domain"] == "frontend" else dialogue.answer
 
 
 # -----------------------------------------------------------------------------
@@ -354,7 +358,7 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
         agent, human, referee, rules = load_rollout(args, tasks, process)
         solved = [row["reward"] for row in store.rows.values()]
         with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
-                           disable=None if process.leads else True) as bar:
+                           disable=process.hide_bar) as bar:
             for episode in rollout(mine, choose(agent), human, referee, rules, args.batch_size):
                 store.append(episode | {"agent": args.agent, "human": args.human})
                 if not episode["error"]:
@@ -362,10 +366,7 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
                 bar.update(process.world)
                 bar.set_postfix_str(f"success {sum(r == 1 for r in solved) / max(1, len(solved)):.3f}, "
                                     f"reward {sum(solved) / max(1, len(solved)):.3f}", refresh=False)
-    process.barrier()
-    episodes = store.finish([(task["task_id"], sample) for task, sample in jobs]) if process.leads else []
-    process.barrier()
-    return episodes
+    return process.finish(store, [(task["task_id"], sample) for task, sample in jobs])
 
 
 def main(args):

@@ -20,6 +20,7 @@ Shape letters: D bootstrap draws, R runs (seeds) of a policy, T tasks.
 
 import argparse
 import base64
+import functools
 import hashlib
 import io
 import json
@@ -35,6 +36,8 @@ from colbench import (
     Browser,
     SpeakerError,
     extract_html,
+    graded_page,
+    has_toy_credit,
     load_speaker,
     open_picture,
     read_episodes,
@@ -199,17 +202,17 @@ def annotate(policies, args, process):
     for episode in episodes:
         if scorer:
             episode["advantages"] = scorer.score_dialogue(episode)
-        if "needed" in episode["task"].get("toy", {}):
+        if has_toy_credit(episode["task"]):
             history = episode["dialogue_history"]
             episode["credits"] = [toy_credit(episode["task"], history, turn, episode["success"]).kind
                                   for turn in range(len(history) // 2)]
     if episodes and episodes[0]["task"]["domain"] == "frontend":
         with Browser() as browser:
+            draw = functools.lru_cache(256)(lambda html: browser.render_all([html])[0])
             for episode in episodes:
-                pages = browser.render_all([extract_html(episode["answer"]), extract_html(episode["task"]["ground_truth"])])
-                for key, png in zip(("screenshot", "reference_screenshot"), pages, strict=True):
-                    if png:
-                        episode[key] = base64.b64encode(thumbnail(png)).decode()
+                pages = {"screenshot": graded_page(episode["answer"], episode["dialogue_history"]),
+                         "reference_screenshot": extract_html(episode["task"]["ground_truth"])}
+                episode |= {key: base64.b64encode(thumbnail(draw(html))).decode() for key, html in pages.items() if draw(html)}
 
 
 def thumbnail(png, width=360):
@@ -695,7 +698,9 @@ function draw(episode, task) {
   }
   if (episode.advantages.length) left.append(make("p", "quiet", "Shaded by the critic's advantage: blue above 0, "
     + `orange below, strongest from ±${fixed(data.scale, 3)}.`));
-  const tests = Object.entries(episode.reasons), passed = tests.filter(([, reason]) => reason === "passed").length;
+  const reasons = Object.entries(episode.reasons), tests = reasons.filter(([name]) => Object.hasOwn(task.tests, name));
+  for (const [name, reason] of reasons) if (!Object.hasOwn(task.tests, name)) facts.push(`${name}: ${reason}`);
+  const passed = tests.filter(([, reason]) => reason === "passed").length;
   if (tests.length) right.append(make("h3", "", `Tests: ${passed} of ${tests.length} passed`));
   for (const [name, reason] of tests) {
     const [kind, sign, why] = reason === "passed" ? ["passed", "✓", ""] : ["", "✗", "– " + reason];

@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 
 from colbench import (
-    AGENT_PROMPT,
     ANSWER_MARKER,
     LocalSpeaker,
     agent_messages,
@@ -45,6 +44,8 @@ from colbench import (
     derive_seed,
     encode_dialogue,
     end_of_turn,
+    has_toy_credit,
+    instructions,
     load_model,
     load_tokenizer,
     read_episodes,
@@ -107,21 +108,20 @@ class Row:
     reference: list | None = None  # S log-prob sums under the reference model
     answered: bool = False  # whether the last turn is marked as the answer
 
+    def opens(self, place):
+        """Whether a packed turn begins at this place of the row."""
+        return bool(self.prompt) and place >= self.prompt and self.turn_index[place] != self.turn_index[place - 1]
+
     def positions(self):
         """Position of each token: packed turns all start right after the prompt. (T,)"""
-        if not self.prompt:
-            return list(range(len(self.ids)))
-        positions = list(range(self.prompt))
-        for place in range(self.prompt, len(self.ids)):
-            first = place == self.prompt or self.turn_index[place] != self.turn_index[place - 1]
-            positions.append(self.prompt if first else positions[-1] + 1)
+        positions = []
+        for place in range(len(self.ids)):
+            positions.append(self.prompt if self.opens(place) else positions[-1] + 1 if positions else 0)
         return positions
 
     def sources(self):
         """Column whose logits predict each token: the one before, or the prompt's last for a packed turn's first. (T,)"""
-        positions = self.positions()
-        return [self.prompt - 1 if self.prompt and positions[place] == self.prompt else max(0, place - 1)
-                for place in range(len(self.ids))]
+        return [self.prompt - 1 if self.opens(place) else max(0, place - 1) for place in range(len(self.ids))]
 
 
 def encode_row(tokenizer, messages, finished, max_length):
@@ -220,9 +220,8 @@ def grouped(rows, micro_batch_size):
     return [rows]
 
 
-def turn_scores(model, rows, device, micro_batch_size=1, forward_fn=None):
+def turn_scores(model, rows, device, micro_batch_size=1, forward_fn=forward_turns):
     """(sums, counts) of all rows, (R, S) each, whether they are forwarded one by one or together."""
-    forward_fn = forward_fn or forward_turns
     turns = max(row.turns for row in rows)
     parts = [forward_fn(model, group, device) for group in grouped(rows, micro_batch_size)]
     return tuple(torch.cat([F.pad(part[side], (0, turns - part[side].shape[1])) for part in parts]) for side in (0, 1))
@@ -269,15 +268,9 @@ def split_tasks(groups, holdout, seed):
     return names[count:], names[:count]
 
 
-def instructions(episode):
-    """What the agent of an episode was told to do; official episodes do not say, and get ours."""
-    prompt = episode.get("agent_prompt")
-    return AGENT_PROMPT[episode["task"]["domain"]] if prompt is None else prompt
-
-
 def dialogue_row(tokenizer, episode, privileged, max_length):
     """(row, dropped turns) of an episode as the critic sees it."""
-    history, prompt = episode["dialogue_history"], instructions(episode)
+    history, prompt = episode["dialogue_history"], instructions(episode["task"], episode.get("agent_prompt"))
     last = max(number for number, message in enumerate(history) if message["role"] == "assistant")
     messages = critic_messages(episode["task"], agent_messages(episode["task"], history[:last + 1], prompt), privileged)
     finished = [message.get("finished") is not False for message in history if message["role"] == "assistant"]
@@ -360,7 +353,14 @@ def my_share(entries, process):
     return mine + [(entries[0], 0.0)] * (count - len(mine))
 
 
-def score_rows(model, rows, process, micro_batch_size=1, forward_fn=None):
+def gather_shares(mine, process, count):
+    """The results of all `count` entries in order, from what every rank found for its share."""
+    gathered = [None] * process.world
+    torch.distributed.all_gather_object(gathered, mine)
+    return [gathered[number % process.world][number // process.world] for number in range(count)]
+
+
+def score_rows(model, rows, process, micro_batch_size=1):
     """Fill `reference` of every row with its turn sums under `model`; ranks share the work and then the results."""
     unique = list({id(row): row for row in rows}.values())
     unique.sort(key=lambda row: len(row.ids))
@@ -369,12 +369,10 @@ def score_rows(model, rows, process, micro_batch_size=1, forward_fn=None):
     with scoring(model):
         for start in range(0, len(share), 2 * micro_batch_size):
             group = share[start:start + 2 * micro_batch_size]
-            scores, _ = turn_scores(model, group, process.device, micro_batch_size, forward_fn)
+            scores, _ = turn_scores(model, group, process.device, micro_batch_size)
             sums += [row_scores[:row.turns].tolist() for row, row_scores in zip(group, scores, strict=True)]
-    gathered = [None] * process.world
-    torch.distributed.all_gather_object(gathered, sums)
-    for number, row in enumerate(unique):
-        row.reference = gathered[number % process.world][number // process.world]
+    for row, row_sums in zip(unique, gather_shares(sums, process, len(unique)), strict=True):
+        row.reference = row_sums
 
 
 def reference_tensor(rows, like):
@@ -477,7 +475,7 @@ class MetricsLog:
         from tqdm import tqdm
 
         self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step",
-                        disable=None if self.process.leads else True)
+                        disable=self.process.hide_bar)
         return self.bar
 
     def write(self, step, metrics):
@@ -635,9 +633,7 @@ def turn_advantages(model, rows, args, process):
                 scores = advantage(sums, reference_tensor(group, sums), counts, args.normalise)
             found += [(s[:row.turns].tolist(), c[:row.turns].tolist())
                       for row, s, c in zip(group, scores, counts, strict=True)]
-    gathered = [None] * process.world
-    torch.distributed.all_gather_object(gathered, found)
-    return [gathered[number % process.world][number // process.world] for number in range(len(rows))]
+    return gather_shares(found, process, len(rows))
 
 
 def holdout_metrics(model, items, args, process):
@@ -742,7 +738,7 @@ class Critic:
 def states_of(episodes):
     """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
     for episode in episodes:
-        history, prompt = episode["dialogue_history"], instructions(episode)
+        history, prompt = episode["dialogue_history"], instructions(episode["task"], episode.get("agent_prompt"))
         for place, message in enumerate(history):
             if message["role"] == "assistant":
                 yield episode, place // 2, agent_messages(episode["task"], history[:place], prompt)
@@ -788,7 +784,7 @@ def print_report(output, held_episodes, args, device):
     report = {}
     for _, line in read_jsonl(output / "metrics.jsonl"):
         report |= {name: value for name, value in line.items() if name.startswith(("holdout/", "credit_auc/"))}
-    toy = [episode for episode in held_episodes if "needed" in episode["task"].get("toy", {})]
+    toy = [episode for episode in held_episodes if has_toy_credit(episode["task"])]
     if toy and not any(name.startswith("credit_auc/") for name in report):
         policy = LocalSpeaker(args.model, max_new_tokens=256, device=device)
         credit = credit_auc(Critic(output, device), toy, policy, args.seed)

@@ -23,6 +23,7 @@ get no end-of-turn token; the share of the data is whole tasks after a shuffle; 
 import argparse
 import math
 import random
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def sample_candidates(states, keys, args, process):
         policy = load_speaker(args.sampler or args.model, "agent", args.sampler_model, args.temperature,
                               args.max_new_tokens, args.sampling_batch_size, process.device)
     chunk = max(1, args.sampling_batch_size // args.num_candidates)
-    for start in tqdm(range(0, len(mine), chunk), desc="sampling", disable=None if process.leads else True):
+    for start in tqdm(range(0, len(mine), chunk), desc="sampling", disable=process.hide_bar):
         numbers = mine[start:start + chunk]
         spoken = policy.speak([states[n][2] for n in numbers], args.num_candidates,
                               [derive_seed(args.seed, *keys[n]) for n in numbers])
@@ -123,10 +124,7 @@ def sample_candidates(states, keys, args, process):
                 raise SystemExit(f"sampling candidates failed: {said}; give the same command again to go on")
             row = dict(zip(("task_id", "sample", "turn"), keys[n], strict=True)) | {"messages": states[n][2]}
             store.append(row | {"candidates": [u.text for u in said], "finished": [u.finished for u in said]})
-    process.barrier()
-    if process.leads:
-        store.finish(keys)
-    process.barrier()
+    process.finish(store, keys)
     return [row for _, row in read_jsonl(store.path)]
 
 
@@ -139,19 +137,20 @@ def rank_candidates(episodes, args, process):
         states = few_per_task(states, args.states_per_task, args.seed)
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
+    twice = [key for key, times in Counter(keys).items() if times > 1]
+    if twice:
+        raise SystemExit(f"{' '.join(args.episodes)}: found task {twice[0][0]!r}, sample {twice[0][1]} in two of the files,"
+                         " expected it once; its turns would be one state with two dialogues")
     rows = sample_candidates(states, keys, args, process)
 
     store = ResumableJsonl(Path(args.output) / "candidates.jsonl", candidate_key, leader=process.leads)
     process.barrier()
     mine = [row for row in rows[process.rank::process.world] if candidate_key(row) not in store.rows]
     critic = Critic(args.critic, process.device, args.reference) if mine else None
-    for row in tqdm(mine, unit="state", desc="scoring", disable=None if process.leads else True):
+    for row in tqdm(mine, unit="state", desc="scoring", disable=process.hide_bar):
         scores = critic.score(tasks[row["task_id"]], row["messages"], row["candidates"], row["finished"])
         store.append(row | {"advantages": scores})
-    process.barrier()
-    if process.leads:
-        store.finish(keys)
-    process.barrier()
+    process.finish(store, keys)
     return store.path
 
 
@@ -301,10 +300,11 @@ def toy_model(episodes, seed):
     marks = ["<end>", "<human>", "<agent>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\n *\S+| ?[^\s?.:]+|[?.:]|\s+"), "isolated"),
+        # the answer's marker and each line of code are one token, so that an answer is about as long as a question
+        pre_tokenizers.Split(Regex(r"^I WANT TO ANSWER:|\n(?:def |    )[^\n]+|\n *\S+| ?[^\s?.:]+|[?.:]|\s+"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=1536, special_tokens=marks, show_progress=False,
+    trainer = trainers.BpeTrainer(vocab_size=2304, special_tokens=marks, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     texts = (text for episode in episodes for text in [REFERENCE_NOTE.format(reference=episode["task"]["ground_truth"])]
              + [message.get("output") or message["content"] for message in episode["dialogue_history"]])

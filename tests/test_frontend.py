@@ -76,6 +76,14 @@ def colour_at(png, x, y):
 # Extraction and WebSight
 
 
+def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
+    history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": "<html>1</html>"},
+               {"role": "user", "content": "<html>2</html>"}, {"role": "assistant", "content": "no page"}]
+    assert colbench.graded_page("so: <html>3</html>", history) == "<html>3</html>"
+    assert colbench.graded_page("no page", history) == "<html>1</html>"
+    assert colbench.graded_page(None, history[:1]) == ""
+
+
 def test_first_html_block_wins_over_body_and_nothing_gives_the_empty_string():
     assert colbench.extract_html("a <html lang=x>1\n</html> b <html>2</html>") == "<html lang=x>1\n</html>"
     assert colbench.extract_html("a <body>1</body> b") == "<body>1</body>"

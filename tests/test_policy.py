@@ -151,6 +151,13 @@ def test_candidates_hold_every_turn_of_the_chosen_tasks_and_no_privileged_byte(t
         assert "def f(): pass" not in json.dumps(row["messages"])
 
 
+def test_an_episode_in_two_files_is_refused_before_its_turns_are_states(trained, tiny, tmp_path):
+    command = sweet(trained, tiny(), tmp_path / "out")
+    command.insert(command.index("--model"), trained / "episodes.jsonl")
+    done = run_script("train_policy.py", *command, check=False)
+    assert done.returncode == 1 and "in two of the files" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_path):
     run_script("train_policy.py", *sweet(trained, tiny(), tmp_path / "sweet"), processes=2)
     ours, theirs = ([json.loads(line) for line in open(folder / "candidates.jsonl")] for folder in (trained / "sweet",
