@@ -69,13 +69,14 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
 
 
 def make_pairs(texts, advantages, pairing, count, draw):
-    """Up to `count` (chosen, rejected) places among the N candidates of a state, without drawing a pair twice.
+    """Up to `count` (chosen, rejected) places among the N candidates of a state.
 
     halves (paper): one of the better and one of the worse half by advantage; best_worst: from both ends inwards;
-    random: any two, the better one chosen. Equal texts are one candidate, and equal advantages are no pair.
+    random: any two, the better one chosen. A text that came up k times is k candidates, so pairs follow the policy's own
+    odds, but all k go by the first one's place, so that it is computed once. Equal texts or advantages are no pair.
     """
-    places = list({text: place for place, text in reversed(list(enumerate(texts)))}.values())
-    ranked = sorted(places, key=lambda place: -advantages[place])
+    first = {text: place for place, text in reversed(list(enumerate(texts)))}
+    ranked = sorted((first[text] for text in texts), key=lambda place: -advantages[place])
     half = len(ranked) // 2
     if pairing == "best_worst":
         pool = list(zip(ranked[:half], reversed(ranked), strict=False))
@@ -300,8 +301,9 @@ def toy_model(episodes, seed):
     marks = ["<end>", "<human>", "<agent>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        # the answer's marker and each line of code are one token, so that an answer is about as long as a question
-        pre_tokenizers.Split(Regex(r"^I WANT TO ANSWER:|\n(?:def |    )[^\n]+|\n *\S+| ?[^\s?.:]+|[?.:]|\s+"), "isolated"),
+        # the answer's marker, a line of code and a tag are one token each: an answer is about as long as a question
+        pre_tokenizers.Split(Regex(r"^I WANT TO ANSWER:|\n(?:def |    )[^\n]+|\s?<[^>]*>|\n *\S+| ?[^\s?.:]+|[?.:]|\s+"),
+                             "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=2304, special_tokens=marks, show_progress=False,
@@ -314,7 +316,7 @@ def toy_model(episodes, seed):
         "{% for m in messages %}{% if m['role'] != 'system' %}{{ '<agent>' if m['role'] == 'assistant' else '<human>' }}"
         "{{ m['content'] }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<agent>{% endif %}")
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(fast), hidden_size=128, intermediate_size=320, num_hidden_layers=2,
+    config = LlamaConfig(vocab_size=len(fast), hidden_size=128, intermediate_size=320, num_hidden_layers=3,
                          num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
                          tie_word_embeddings=True, eos_token_id=0, pad_token_id=0, bos_token_id=None)
     return LlamaForCausalLM(config), fast

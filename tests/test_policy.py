@@ -49,6 +49,11 @@ def test_best_worst_and_random_pair_as_their_names_say():
     assert len(pairs) == 28 and all(SCORES[a] > SCORES[b] for a, b in pairs)
 
 
+def test_a_text_that_came_up_often_is_in_as_many_pairs_but_computed_once():
+    pairs = make_pairs(["a", "b", "b", "b", "c", "d"], [0.1, 0.9, 0.9, 0.9, 0.5, 0.3], "halves", 100, random.Random(0))
+    assert sorted(pairs) == [(1, 0)] * 3 + [(1, 4)] * 3 + [(1, 5)] * 3
+
+
 @pytest.mark.parametrize("pairing", ["halves", "best_worst", "random"])
 def test_equal_texts_and_ties_are_never_a_pair(pairing):
     assert make_pairs(["x"] * 4, [0.1] * 4, pairing, 4, random.Random(0)) == []
