@@ -1962,6 +1962,7 @@ TOY_TOPICS = (
     " guitar helmet inkwell journal kitchen ladder mirror notebook oven puzzle ribbon statue tractor vase window bridge"
 ).split()
 TOY_LIKELY = {topic: random.Random(f"topic {topic}").sample(list(TOY_DETAILS), 5) for topic in TOY_TOPICS}
+TOY_NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five"}
 TOY_QUESTIONS = ("What about the {}?", "Which {} do you want?", "Tell me the {}.")
 
 
@@ -1991,7 +1992,7 @@ def toy_backend_task(name, topic, choice, calls):
     return complete_task({
         "task_id": f"toy-backend-{name}",
         "domain": "backend",
-        "problem_description": f"Write a function that makes the {topic} label."
+        "problem_description": f"Write a function that makes the {topic} label by {TOY_NUMBERS[len(choice)]} rules."
                                " The signature of the function is: def label(text)",
         "ground_truth": toy_code(choice),
         "test_cases": {f"test{number}": f"label({text!r})" for number, text in enumerate(calls, 1)},
@@ -2056,10 +2057,9 @@ def toy_backend_demonstrator(task, messages, draw, informed):
     asked = [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
     needed = task["toy"]["needed"]
     known = tuple((detail, needed[detail]) for detail in TOY_DETAILS if detail in asked and detail in needed)
-    stop = (0.01, 0.02, 0.06, 0.15, 0.45, 0.9)[len(known)]
-    preferred, share = TOY_LIKELY[task["toy"]["topic"]], 0.55
+    stop, preferred, share = (0.3 if len(known) == len(needed) else 0.08), TOY_LIKELY[task["toy"]["topic"]], 0.45
     if informed:
-        stop, preferred, share = (0.6 if len(known) == len(needed) else 0.04), list(needed), 0.6
+        stop, preferred, share = (0.75 if len(known) == len(needed) else 0.02), list(needed), 0.6
     if draw.random() < stop:
         if draw.random() < 0.06 and known:  # a slip of the pen: one clause forgotten or mistaken
             place = draw.randrange(len(known))

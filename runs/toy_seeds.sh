@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The whole embedded experiment over N seeds: base, baselines, SWEET-RL, ablations, best of N and a second round. Prints
+# the table and writes runs/out/toy_seeds.json. ONLY=toy leaves ablations, best of N and the second round out.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+N=${1:-5} ROOT=${ROOT:-runs/out/seeds}
+for seed in $(seq 0 $((N - 1))); do
+  export SEED=$seed OUT=$ROOT/$seed
+  [ -f "$OUT/report.html" ] || runs/toy.sh
+  if [ "${ONLY:-}" != toy ]; then
+    FIRST=2 MODEL=$OUT/sweet OUT=$OUT/iterate runs/iterate.sh & runs/ablations.sh; wait $!
+  fi
+done
+python - "$ROOT" <<'END'
+import argparse, json, sys
+from pathlib import Path
+
+from evaluate import compare, lines_of, policy_table, read_policies, score
+
+root = Path(sys.argv[1])
+files = {name: sorted(root.glob(f"[0-9]*/{place}/{name}.jsonl")) for name, place in [
+    *((name, f"test/{name}") for name in ("base", "single_turn", "rft", "mtdpo", "sweet", "sweet_no_privileged",
+                                          "sweet_no_normalise", "sweet_value_head")), ("sweet_round2", "iterate/test")]}
+policies = read_policies([f"{name}={path}" for name, paths in files.items() for path in paths])
+results, tables, draws = score(policies, argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
+pairs = [("sweet", other) for other in policies if other != "sweet"] + [
+    ("rft", "base"), ("mtdpo", "base"), ("base", "single_turn"), ("sweet_round2", "sweet")]
+
+def credit(critic):
+    """The credit AUCs of a critic, one dictionary per seed."""
+    logs = [path.read_text().splitlines() for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl"))]
+    return [{key: value for line in log for key, value in json.loads(line).items() if "credit_auc" in key} for log in logs]
+
+table = {name: entry["success_by_seed"] for name, entry in results["policies"].items()}
+table |= {"mean": {name: entry["numbers"]["success"] for name, entry in results["policies"].items()}}
+table |= {"differences": {f"{a} - {b}": compare(tables[a], tables[b], "success", draws)["difference"]
+                          for a, b in pairs if a in tables and b in tables}}
+for name, critic in (("credit_auc", "critic"), ("credit_auc_no_privileged", "sweet_no_privileged/critic")):
+    table |= {name: [entry["credit_auc/all"] for entry in credit(critic)], f"{name}_by_kind": credit(critic)}
+best = {f"{count}": sorted(root.glob(f"[0-9]*/test/best_of_n/base-best-of-{count}.jsonl")) for count in (1, 2, 4, 8, 16)}
+table["best_of_n"] = {count: [sum(e["success"] for e in run) / len(run) for run in
+                              read_policies([f"x={path}" for path in paths]).get("x", [])] for count, paths in best.items()}
+Path("runs/out/toy_seeds.json").write_text(json.dumps(table, indent=1) + "\n")
+print("\n".join(lines_of(policy_table(results), markdown=True)))
+for pair, number in table["differences"].items():
+    print(f"{pair:30s} {100 * number['value']:+.1f} [{100 * number['low']:+.1f}, {100 * number['high']:+.1f}]")
+print({name: table[name] for name in ("credit_auc", "credit_auc_no_privileged", "best_of_n")})
+END
