@@ -334,9 +334,9 @@ def load_rollout(args, tasks, process):
             raise SystemExit(f"{path}: no such file; expected the instructions as plain text")
         prompts.append(Path(path).read_text().strip() if path and Path(path).is_file() else None)
     referee = Referee(args, tasks, process)
-    agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
-                         args.batch_size, process.device)
     human = load_speaker(args.human, "human", args.human_model, args.human_temperature, 1024,
+                         args.batch_size, process.device, pictures=any(task["domain"] == "frontend" for task in tasks))
+    agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
                          args.batch_size, process.device)
     return agent, human, referee, Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
 
