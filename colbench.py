@@ -619,8 +619,9 @@ def load_processor(path):
     from transformers import PROCESSOR_MAPPING, AutoConfig
 
     class StillProcessor(PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]):
-        def __init__(self, image_processor=None, tokenizer=None, **options):  # no part for videos, which needs torchvision
-            super().__init__(image_processor=image_processor, tokenizer=tokenizer, **options)
+        @classmethod
+        def get_attributes(cls):  # without the part for videos, which needs torchvision
+            return [name for name in super().get_attributes() if name != "video_processor"]
 
     StillProcessor.__name__ = StillProcessor.__base__.__name__  # what save_pretrained writes down
     try:

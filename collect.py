@@ -282,7 +282,7 @@ def add_rollout_flags(parser):
     parser.add_argument("--agent", help="model name or directory, http://host:port/v1, or scripted")
     parser.add_argument("--agent_model", help="model name to ask an agent server for")
     parser.add_argument("--agent_prompt", help="file with the agent's instructions (default: the checkpoint's own, or ours)")
-    parser.add_argument("--human", default="scripted", help="as --agent; scripted knows the toy worlds only")
+    parser.add_argument("--human", default="scripted", help="as --agent (for pages: vision-language); scripted knows toys only")
     parser.add_argument("--human_model", help="model name to ask a human server for")
     parser.add_argument("--human_prompt", help="file with the human's instructions")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is --human_temperature")

@@ -4,13 +4,28 @@ Run: pytest tests/test_vision.py
 """
 
 
+import json
+
 import pytest
 import torch
 from conftest import byte_tokenizer, run_script
 from test_frontend import needs_chromium
 
 import colbench
-from colbench import VisionSpeaker, human_frontend_messages, load_speaker, read_episodes
+import train_critic
+from colbench import (
+    VisionSpeaker,
+    agent_messages,
+    critic_messages,
+    human_frontend_messages,
+    load_model,
+    load_speaker,
+    picture_inputs,
+    read_episodes,
+    read_tasks,
+    toy_page,
+)
+from collect import Process
 
 # The structure of Qwen2-VL's template: a picture is a token of its own between two others
 TEMPLATE = "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}" \
@@ -115,3 +130,175 @@ def test_collect_plays_with_a_human_who_looks_at_pages(tiny_vision, tmp_path):
     episodes = read_episodes(tmp_path / "episodes.jsonl")
     assert len(episodes) == 2 and not any(episode["error"] for episode in episodes)
     assert any(len(episode["dialogue_history"]) > 2 for episode in episodes)
+
+
+# -----------------------------------------------------------------------------
+# The critic who sees the reference page
+
+MESSAGES = [{"role": "user", "content": "make a page ."}]
+
+
+def page_task(number=0, **changes):
+    task = read_tasks("toy:frontend:train", number + 1)[number]
+    choice = task["toy"]["wanted"] | changes
+    return task | {"ground_truth": toy_page(task["toy"]["topic"], choice)}
+
+
+def page_episode(task, words, reward):
+    """A dialogue whose agent turns are `words`; the last one is cut at the token limit."""
+    history = [{"role": "user", "content": "make a page ."}]
+    for number, word in enumerate(words):
+        history.append({"role": "assistant", "content": word, "finished": number < len(words) - 1})
+        history.append({"role": "user", "content": "more <|image_pad|>"})
+    row = {"task": task, "dialogue_history": history[:-1], "reward": reward, "agent_prompt": "Draw."}
+    return colbench.complete_episode(row)
+
+
+def save_critic(folder, tiny_vision, privileged):
+    """A checkpoint as train_critic.py writes it, with a head of known size; returns the model in memory."""
+    model = load_model(tiny_vision, auto_class=train_critic.vision_value_class(tiny_vision))
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.score.weight)
+    folder.mkdir()
+    flags = {"head": "value", "normalise": "turn", "privileged": privileged, "max_length": 2000, "model": tiny_vision}
+    (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
+    train_critic.save_checkpoint(folder, model, colbench.load_processor(tiny_vision), None, Process(0, 1, "cpu"))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def critic(tiny_vision, tmp_path_factory):
+    """(critic reopened from its directory, the model that was saved there)"""
+    folder = tmp_path_factory.mktemp("critics") / "seeing"
+    model = save_critic(folder, tiny_vision, "ground_truth")
+    return train_critic.Critic(str(folder), "cpu"), model
+
+
+@needs_chromium
+def test_a_turn_is_valued_by_the_head_on_the_mean_of_all_hidden_states_so_far(critic, tiny_vision):
+    reopened, model = critic
+    task = page_task()
+    episode = page_episode(task, ["one page", "another <|image_pad|>", "the last"], 0.5)
+    scores = reopened.score_dialogue(episode)
+    view = agent_messages(task, [m | {"content": m["content"].replace("<|image_pad|>", "!")} for m in
+                                 episode["dialogue_history"]], "Draw.")
+    picture = reopened.sight.draw(task["ground_truth"])
+    inputs = picture_inputs(reopened.sight.processor, [critic_messages(task, view, picture=picture)])
+    with torch.no_grad():
+        hidden = model.model(**inputs).last_hidden_state[0]
+    row, _ = train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", 2000, reopened.sight)
+    ends = [max(place for place, turn in enumerate(row.turn_index) if turn == wanted) for wanted in range(3)]
+    means = torch.stack([hidden[:end + 1].mean(0) for end in ends])
+    assert scores == pytest.approx(model.score(means)[:, 0].tolist(), abs=1e-4) and len({round(s, 3) for s in scores}) == 3
+
+
+@needs_chromium
+def test_another_reference_page_changes_the_scores_and_other_candidates_do_not(critic):
+    reopened, _ = critic
+    texts = ["a page", "another page", "a page"]
+    scores = reopened.score(page_task(page="white"), MESSAGES, texts, [True] * 3)
+    other = reopened.score(page_task(page="dark"), MESSAGES, texts, [True] * 3)
+    assert scores[0] == scores[2] != scores[1]
+    assert scores[1:] == [reopened.score(page_task(page="white"), MESSAGES, [text], [True])[0] for text in texts[1:]]
+    assert all(abs(a - b) > 1e-4 for a, b in zip(scores, other, strict=True))
+
+
+@needs_chromium
+def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic):
+    reopened, _ = critic
+    episode = page_episode(page_task(), ["one page", "another", "the last"], 0.5)
+    single = [reopened.score(episode["task"], messages, [episode["dialogue_history"][2 * turn + 1]["content"]], [turn < 2])[0]
+              for _, turn, messages in train_critic.states_of([episode])]
+    assert reopened.score_dialogue(episode) == pytest.approx(single, abs=1e-4)
+
+
+def test_without_privileged_information_no_picture_is_drawn_or_seen(tiny_vision, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_critic, "Browser", None)
+    save_critic(tmp_path / "blind", tiny_vision, "none")
+    blind = train_critic.Critic(str(tmp_path / "blind"), "cpu")
+    texts = ["a page", "b <|image_pad|>"]
+    scores = [blind.score(page_task(page=page), MESSAGES, texts, [True] * 2) for page in ("white", "dark")]
+    assert scores[0] == scores[1] and scores[0][0] != scores[0][1]
+
+
+@needs_chromium
+def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
+    reopened, _ = critic
+    episode = page_episode(page_task(), ["one page " * 20, "another", "the last"], 0.5)
+    whole, _ = train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", 2000, reopened.sight)
+    length = len(whole.ids)
+    row, dropped = train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", length - 1, reopened.sight)
+    image = reopened.model.config.image_token_id
+    opening = whole.turn_index.index(0)
+    assert dropped == 1 and row.ids[:opening] == whole.ids[:opening] and row.ids[:opening].count(image) > 4
+    assert train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", 20, reopened.sight)[0] is None
+
+
+def training_flags(episodes, model, output, *more):
+    return ["--episodes", episodes, "--model", model, "--output", output, "--head", "value", "--pairs", "all", "--lr", 3e-3,
+            "--batch_size", 4, "--epochs", 6, "--max_length", 2000, "--holdout", 0.3, *more]
+
+
+@pytest.fixture(scope="module")
+def page_episodes(tmp_path_factory):
+    """Three tasks, each with three short dialogues: the words tell the outcome."""
+    path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
+    with open(path, "w") as file:
+        for number in range(3):
+            for sample, (word, reward) in enumerate((("red red", 0.9), ("blue blue", 0.1), ("blue", 0.2))):
+                episode = page_episode(page_task(number), [word] * (2 + sample), reward) | {"sample": sample}
+                file.write(json.dumps(episode) + "\n")
+    return path
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_vision, tmp_path):
+    output = tmp_path / "critic"
+    done = run_script("train_critic.py", *training_flags(page_episodes, tiny_vision, output))
+    lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05 and "holdout/accuracy" in done.stdout
+    scores = train_critic.Critic(str(output), "cpu").score(page_task(), MESSAGES, ["red red", "blue"], [True] * 2)
+    assert scores[0] > scores[1]
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(page_episodes, tiny_vision, tmp_path):
+    from safetensors.torch import load_file
+
+    for name, processes, more in (("one", 1, ()), ("two", 2, ("--checkpointing",)), ("micro", 1, ("--micro_batch_size", 3))):
+        run_script("train_critic.py", *training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more),
+                   processes=processes)
+    one, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "micro"))
+    assert all(torch.allclose(other[name], value, atol=1e-5) for other in others for name, value in one.items())
+
+
+@needs_chromium
+def test_training_goes_on_from_its_state_as_if_never_stopped(page_episodes, tiny_vision, tmp_path):
+    process = Process(0, 1, "cpu")
+    arguments = train_critic.parse_args([*map(str, training_flags(page_episodes, tiny_vision, tmp_path))])
+    arguments.max_norm, sight = float("inf"), train_critic.Sight(tiny_vision, "ground_truth")
+    groups = train_critic.group_by_task(read_episodes(page_episodes))
+    items, _ = train_critic.pair_items(sight.processor.tokenizer, groups, sorted(groups)[:1], arguments, "ground_truth", sight)
+    models = []
+    for stops in (False, True):
+        model, optimizer = started(tiny_vision, process)
+        for step in range(2):
+            (train_critic.critic_objective(model, items, arguments, "cpu")["train/loss"].mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if stops and step == 0:
+                train_critic.save_state(tmp_path / "state", 1, model, optimizer, process)
+                model, optimizer = started(tiny_vision, process)
+                assert train_critic.load_state(tmp_path / "state", model, optimizer, process) == 1
+                for group in optimizer.param_groups:
+                    group["lr"] = 1e-3
+        models.append(model)
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def started(tiny_vision, process):
+    torch.manual_seed(2)
+    model = train_critic.load_trainable(tiny_vision, process, train_critic.vision_value_class(tiny_vision))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
