@@ -298,13 +298,19 @@ def agent_messages(task, history, prompt):
     return system + (turns or [{"role": "user", "content": task["problem_description"]}])
 
 
-def critic_messages(task, messages, privileged="ground_truth"):
-    """What the critic and its reference model see: the agent's view, and before the first request the reference."""
+def critic_messages(task, messages, privileged="ground_truth", picture=None):
+    """What the critic and its reference model see: the agent's view, and before the first request the reference.
+
+    A vision-language critic is given the reference page's `picture` (PNG bytes) in place of its text.
+    """
     if privileged == "none":
         return messages
     first = next(number for number, message in enumerate(messages) if message["role"] == "user")
-    note = REFERENCE_NOTE.format(reference=task["ground_truth"])
-    return messages[:first] + [{"role": "user", "content": note + messages[first]["content"]}] + messages[first + 1:]
+    content = messages[first]["content"]
+    seen = REFERENCE_NOTE.format(reference=task["ground_truth"]) + content
+    if picture:
+        seen = [image_part(picture), {"type": "text", "text": content}]
+    return messages[:first] + [{"role": "user", "content": seen}] + messages[first + 1:]
 
 
 def human_messages(task, history, prompt):
@@ -360,7 +366,9 @@ def render(tokenizer, messages, add_generation_prompt=True):
         if messages[0]["role"] != "system" or len(messages) < 2:
             raise SystemExit(f"the chat template of {tokenizer.name_or_path} refuses the dialogue ({error}); expected one"
                              " that takes user and assistant turns; give a model with such a template") from None
-        first = {"role": "user", "content": messages[0]["content"] + "\n\n" + messages[1]["content"]}
+        system, content = messages[0]["content"] + "\n\n", messages[1]["content"]
+        joined = system + content if isinstance(content, str) else [{"type": "text", "text": system}, *content]
+        first = {"role": "user", "content": joined}
         return render(tokenizer, [first] + messages[2:], add_generation_prompt)
 
 
@@ -444,12 +452,21 @@ class SpeakerError(Exception):
     """One conversation could not be answered; stands in its place in the list that `speak` returns."""
 
 
-def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None):
-    """The speaker that `spec` names: `scripted`, `http://host:port/v1`, or a model name or directory."""
+def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None,
+                 pictures=False):
+    """The speaker that `spec` names: `scripted`, `http://host:port/v1`, or a model name or directory.
+
+    With `pictures` in the conversations, a model must be a vision-language one.
+    """
     if spec.partition(":")[0] == "scripted":
         return ScriptedSpeaker(role, informed=spec == "scripted:informed")
     if spec.startswith(("http://", "https://")):
         return ServerSpeaker(spec, model_name, temperature, max_new_tokens)
+    if pictures and not sees_pictures(spec):
+        raise SystemExit(f"{spec}: found a text-only model, expected a vision-language one, since the {role} of frontend tasks"
+                         " looks at pictures of pages; choose one such as Qwen/Qwen2-VL-7B-Instruct, or a server of one")
+    if pictures:
+        return VisionSpeaker(spec, temperature, max_new_tokens, batch_size, device)
     return LocalSpeaker(spec, temperature, max_new_tokens, batch_size, device)
 
 
@@ -586,14 +603,59 @@ def check_checkpoint(path):
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging Face name")
 
 
+def sees_pictures(path):
+    """Whether the checkpoint is a vision-language model, as its config says."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+
+    check_checkpoint(path)
+    try:
+        return type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: could not open config.json ({error}); expected a Hugging Face name or directory") from None
+
+
+def load_processor(path):
+    """The processor of a vision-language checkpoint: its tokenizer, and what turns pictures into inputs of the model."""
+    from transformers import PROCESSOR_MAPPING, AutoConfig
+
+    class StillProcessor(PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]):
+        @classmethod
+        def get_attributes(cls):  # without the part for videos, which needs torchvision
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+    StillProcessor.__name__ = StillProcessor.__base__.__name__  # what save_pretrained writes down
+    try:
+        processor = StillProcessor.from_pretrained(path)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise SystemExit(f"{path}: could not open the processor ({error}); expected a vision-language checkpoint with its"
+                         " tokenizer and preprocessor_config.json; choose another") from None
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template  # older checkpoints keep it in one place
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return processor
+
+
+def picture_inputs(processor, conversations):
+    """What a vision-language model reads of conversations with pictures, as tensors padded on the left."""
+    # A special token that a speaker spells out is left out: a picture's token without a picture would stop the run
+    special = "|".join(re.escape(str(token)) for token in processor.tokenizer.added_tokens_decoder.values() if token.special)
+    conversations = [local_images(messages, special) for messages in conversations]
+    texts = [render(processor.tokenizer, messages) for messages in conversations]
+    pictures = [[part["image"] for message in messages if not isinstance(message["content"], str)
+                 for part in message["content"] if part["type"] == "image"] for messages in conversations]
+    return processor(text=texts, images=pictures if any(pictures) else None, padding=True, padding_side="left",
+                     add_special_tokens=False, return_tensors="pt")
+
+
 def load_model(path, dtype=None, device="cpu", auto_class="AutoModelForCausalLM", **options):
     """A transformers model from safetensors only; what cannot be opened is named in a sentence."""
     import safetensors
     import transformers
 
     check_checkpoint(path)
+    model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
     try:
-        model, report = getattr(transformers, auto_class).from_pretrained(
+        model, report = model_class.from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
         raise SystemExit(f"{path}: could not open the model ({type(error).__name__}: {error}); expected a complete"
@@ -621,8 +683,7 @@ class LocalSpeaker:
         dtype = torch.bfloat16 if str(self.device).startswith("cuda") else torch.float32
         self.model = (model or load_model(path, dtype, self.device)).eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
-        ends = self.model.generation_config.eos_token_id
-        self.stops = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
+        self.stops = stop_tokens(self.model, self.tokenizer)
         self.kept = {}
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
@@ -650,7 +711,6 @@ class LocalSpeaker:
 
     def _generate(self, prompts, known, n, seeds, stops):
         """Utterances of n samples a prompt, and for each sample the tokens and cache to go on from."""
-        import numpy
         import torch
 
         cache, mask, logits = self._read(prompts, known)
@@ -658,8 +718,7 @@ class LocalSpeaker:
             cache.batch_repeat_interleave(n)
             mask, logits = mask.repeat_interleave(n, 0), logits.repeat_interleave(n, 0)
         total = len(prompts) * n
-        uniform = torch.from_numpy(numpy.stack([
-            numpy.random.default_rng(derive_seed(seeds[i // n], i % n)).random(self.max_new_tokens) for i in range(total)]))
+        uniform = uniform_numbers(seeds, n, self.max_new_tokens)
         tokens, finished, states = [[] for _ in range(total)], [False] * total, [None] * total
         live = list(range(total))  # samples still in the batch, in the order of its rows
         for step in range(self.max_new_tokens):
@@ -719,6 +778,72 @@ class LocalSpeaker:
         columns = mask[row].nonzero().squeeze(1)
         layers = [(layer.keys[row][:, columns], layer.values[row][:, columns]) for layer in cache.layers]
         return ids[:len(columns)], layers
+
+
+class VisionSpeaker:
+    """A vision-language transformers model that answers conversations with pictures, as frontend humans have them.
+
+    It draws like LocalSpeaker, but keeps no cache from turn to turn: the pictures stand in front, and each turn has new ones.
+    """
+
+    def __init__(self, path, temperature=0.0, max_new_tokens=1024, batch_size=64, device=None):
+        import torch
+        from transformers import GenerationConfig
+
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.processor = load_processor(path)
+        dtype = torch.bfloat16 if str(self.device).startswith("cuda") else torch.float32
+        self.model = load_model(path, dtype, self.device, "AutoModelForImageTextToText").eval()
+        self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
+        tokenizer = self.processor.tokenizer
+        self.stops = stop_tokens(self.model, tokenizer) | {closing_token(tokenizer)}
+        # the checkpoint's own top_p and penalties stay out, as in LocalSpeaker
+        self.model.generation_config = GenerationConfig(eos_token_id=sorted(self.stops), pad_token_id=tokenizer.pad_token_id)
+
+    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        import torch
+
+        uniform = uniform_numbers(seeds or [0] * len(conversations), n, self.max_new_tokens)
+        copies = [messages for messages in conversations for _ in range(n)]
+        said = []
+        with torch.inference_mode():
+            for start in range(0, len(copies), self.batch_size):
+                end = start + self.batch_size
+                said += self._generate(copies[start:end], uniform[start:end])
+        return [said[start:start + n] for start in range(0, len(said), n)]
+
+    def _generate(self, conversations, uniform):
+        import torch
+        from transformers import LogitsProcessorList
+
+        inputs = picture_inputs(self.processor, conversations).to(self.device, self.model.dtype)
+        width = inputs["input_ids"].shape[1]
+
+        def pick(ids, logits):
+            picked = pick_tokens(logits, uniform[:, ids.shape[1] - width], self.temperature)
+            return torch.full_like(logits, -torch.inf).scatter(1, picked[:, None], 0.0)  # the others become impossible
+
+        written = self.model.generate(**inputs, max_new_tokens=self.max_new_tokens,
+                                      logits_processor=LogitsProcessorList([pick]))[:, width:].tolist()
+        ends = [next((place for place, token in enumerate(ids) if token in self.stops), None) for ids in written]
+        texts = [self.processor.tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+                 for ids, end in zip(written, ends, strict=True)]
+        return [Utterance(text, end is not None) for text, end in zip(texts, ends, strict=True)]
+
+
+def stop_tokens(model, tokenizer):
+    """The tokens that end a text, as the checkpoint says."""
+    ends = model.generation_config.eos_token_id
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+
+
+def uniform_numbers(seeds, n, length):
+    """What n samples for each seed draw with, (R, length): a stream for each sample, whoever else is in the batch."""
+    import numpy
+    import torch
+
+    return torch.from_numpy(numpy.stack([
+        numpy.random.default_rng(derive_seed(seed, number)).random(length) for seed in seeds for number in range(n)]))
 
 
 def pick_tokens(logits, uniform, temperature):
@@ -1884,18 +2009,20 @@ def image_part(png):
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png).decode()}}
 
 
-def local_images(messages):
-    """The same messages with PIL images instead of addresses, as the chat templates of local models take them."""
+def local_images(messages, unwanted=""):
+    """The same messages with PIL images instead of addresses, as the chat templates of local models take them.
+
+    What matches the pattern `unwanted` is left out of the texts.
+    """
 
     def local(part):
         if part["type"] != "image_url":
-            return part
+            return {**part, "text": re.sub(unwanted, "", part["text"])}
         return {"type": "image", "image": open_picture(base64.b64decode(part["image_url"]["url"].split(",", 1)[1]))}
 
-    return [
-        message if isinstance(message["content"], str) else {**message, "content": [*map(local, message["content"])]}
-        for message in messages
-    ]
+    contents = [message["content"] for message in messages]
+    contents = [re.sub(unwanted, "", part) if isinstance(part, str) else [*map(local, part)] for part in contents]
+    return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
 
 def human_frontend_messages(task, history, agent_png, reference_png, prompt):

@@ -282,7 +282,7 @@ def add_rollout_flags(parser):
     parser.add_argument("--agent", help="model name or directory, http://host:port/v1, or scripted")
     parser.add_argument("--agent_model", help="model name to ask an agent server for")
     parser.add_argument("--agent_prompt", help="file with the agent's instructions (default: the checkpoint's own, or ours)")
-    parser.add_argument("--human", default="scripted", help="as --agent; scripted knows the toy worlds only")
+    parser.add_argument("--human", default="scripted", help="as --agent (for pages: vision-language); scripted knows toys only")
     parser.add_argument("--human_model", help="model name to ask a human server for")
     parser.add_argument("--human_prompt", help="file with the human's instructions")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is --human_temperature")
@@ -334,9 +334,9 @@ def load_rollout(args, tasks, process):
             raise SystemExit(f"{path}: no such file; expected the instructions as plain text")
         prompts.append(Path(path).read_text().strip() if path and Path(path).is_file() else None)
     referee = Referee(args, tasks, process)
-    agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
-                         args.batch_size, process.device)
     human = load_speaker(args.human, "human", args.human_model, args.human_temperature, 1024,
+                         args.batch_size, process.device, pictures=any(task["domain"] == "frontend" for task in tasks))
+    agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
                          args.batch_size, process.device)
     return agent, human, referee, Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
 

@@ -17,11 +17,13 @@ Letters in shapes: B pairs, R rows of a forward, S turns, T tokens, C scored col
 Differences from the paper: none in the equations. Differences from the official code: the mean is per turn and not over
 the trajectory (`--normalise trajectory` is theirs); the NLL term of the paper's Table 5 is on (`--nll 0` is theirs); the
 end-of-turn token is scored and headers are not; long dialogues lose their oldest turns and not their answer.
+For pages, `--head value` with a vision-language `--model` is the paper's frontend critic: it sees the reference's screenshot.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -29,6 +31,7 @@ import pickle
 import random
 import shutil
 import time
+import typing
 from pathlib import Path
 
 import numpy
@@ -38,18 +41,23 @@ from safetensors import SafetensorError
 
 from colbench import (
     ANSWER_MARKER,
+    Browser,
     LocalSpeaker,
     agent_messages,
     critic_messages,
     derive_seed,
     encode_dialogue,
     end_of_turn,
+    extract_html,
     has_toy_credit,
     instructions,
     load_model,
+    load_processor,
     load_tokenizer,
+    picture_inputs,
     read_episodes,
     read_jsonl,
+    sees_pictures,
     toy_credit,
     write_atomically,
 )
@@ -107,6 +115,7 @@ class Row:
     prompt: int = 0  # packed: length of the shared prompt; 0: an ordinary causal row
     reference: list | None = None  # S log-prob sums under the reference model
     answered: bool = False  # whether the last turn is marked as the answer
+    look: typing.Callable | None = None  # gives a vision-language critic what it reads before the first turn
 
     def opens(self, place):
         """Whether a packed turn begins at this place of the row."""
@@ -124,17 +133,22 @@ class Row:
         return [self.prompt - 1 if self.opens(place) else max(0, place - 1) for place in range(len(self.ids))]
 
 
-def encode_row(tokenizer, messages, finished, max_length):
+def encode_row(tokenizer, messages, finished, max_length, look=None):
     """(row, dropped turns) of a dialogue within `max_length` tokens; (None, dropped) if its last turn does not fit.
 
     A dialogue that is too long loses whole oldest turns after the first user message, never part of a scored turn.
+    `look` gives what a vision-language critic reads in place of what stands before the first turn.
     """
     first = next(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+    if look:
+        opening, plain = look()["input_ids"][0].tolist(), len(encode_dialogue(tokenizer, messages[:first])[0])
     for dropped in range((len(messages) - first) // 2 + 1):
         kept = messages[:first] + messages[first + 2 * dropped:]
         ids, turn_index = encode_dialogue(tokenizer, kept, finished[dropped:])
+        if look:
+            ids, turn_index = opening + ids[plain:], [-1] * len(opening) + turn_index[plain:]
         if len(ids) <= max_length:
-            return Row(ids, turn_index, max(turn_index) + 1), dropped
+            return Row(ids, turn_index, max(turn_index) + 1, look=look), dropped
     return None, dropped
 
 
@@ -148,6 +162,7 @@ def collate(rows, device):
     batch = {"ids": table([r.ids for r in rows], 0), "turn_index": table([r.turn_index for r in rows], -1),
              "positions": table([r.positions() for r in rows], 0), "sources": table([r.sources() for r in rows], 0)}
     batch["mask"] = packed_mask(rows, batch["turn_index"]) if any(row.prompt for row in rows) else None
+    batch["seen"] = rows[0].look() if rows[0].look else None  # such a row comes alone
     return batch
 
 
@@ -201,6 +216,8 @@ def forward_values(model, rows, device):
 
 
 def forward(model, batch, **options):
+    if batch["seen"]:
+        return forward_seen(model, batch["ids"], **batch["seen"].to(model.device, model.dtype)).logits
     # Without a mask and without cache every row is plain causal; padding stands on the right, where no token looks
     if batch["mask"] is not None and model.config._attn_implementation != "packed":
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -213,9 +230,19 @@ def forward(model, batch, **options):
                  **options).logits
 
 
+def forward_seen(model, ids, input_ids, attention_mask, **seen):
+    """One row with the pictures of its opening `input_ids`; the model itself finds the positions of a picture's tokens."""
+    later = ids[:, input_ids.shape[1]:]
+    later[later == model.config.image_token_id] = 0  # an agent that spells a picture's token out shows no picture
+    for name, values in seen.items():
+        if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
+            seen[name] = F.pad(values, (0, later.shape[1]))
+    return model(input_ids=ids, use_cache=False, **seen)
+
+
 def grouped(rows, micro_batch_size):
     """Rows for one forward each. One unpadded row at a time wastes nothing; small models want many rows at once."""
-    if micro_batch_size == 1:
+    if micro_batch_size == 1 or rows[0].look:
         return [[row] for row in rows]
     return [rows]
 
@@ -225,6 +252,60 @@ def turn_scores(model, rows, device, micro_batch_size=1, forward_fn=forward_turn
     turns = max(row.turns for row in rows)
     parts = [forward_fn(model, group, device) for group in grouped(rows, micro_batch_size)]
     return tuple(torch.cat([F.pad(part[side], (0, turns - part[side].shape[1])) for part in parts]) for side in (0, 1))
+
+
+# -----------------------------------------------------------------------------
+# A critic that sees: the paper's frontend critic is a vision-language model with a regression head
+
+
+class Sight:
+    """What a vision-language critic reads with: its processor, and a browser that draws each reference page once."""
+
+    def __init__(self, path, privileged):
+        self.processor, self.privileged = load_processor(path), privileged
+        browser = None if privileged == "none" else Browser()
+        self.draw = functools.cache(lambda html: browser.render_all([html])[0])
+        self.read = functools.lru_cache(8)(self._read)  # the rows of a task, and candidates of a state, come together
+
+    def look(self, task, messages):
+        """A function that gives what the critic reads of `messages` up to the first request, with the reference's picture.
+
+        Rows keep the function and not its result: the pixels of all tasks at once would fill the memory.
+        """
+        opening = messages[:1 + next(number for number, message in enumerate(messages) if message["role"] == "user")]
+        return functools.partial(self.read, json.dumps([{name: task[name] for name in ("domain", "ground_truth")}, opening]))
+
+    def _read(self, known):
+        task, opening = json.loads(known)
+        shown = task["domain"] == "frontend" and self.privileged != "none"
+        picture = self.draw(extract_html(task["ground_truth"])) if shown else None  # none that can be drawn: its text
+        return picture_inputs(self.processor, [critic_messages(task, opening, self.privileged, picture)])
+
+
+def vision_value_class(path):
+    """The class of a vision-language checkpoint, with the value of everything read so far in place of the next token."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+    from transformers.modeling_outputs import TokenClassifierOutput
+
+    base = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(AutoConfig.from_pretrained(path))]
+
+    class VisionValue(base):
+        _tied_weights_keys = None
+
+        def __init__(self, config):
+            super().__init__(config)
+            del self.lm_head
+            self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1)
+            self.post_init()
+
+        def forward(self, **inputs):
+            scores = self.score(self.model(**inputs).last_hidden_state).float()  # (R, T, 1)
+            read = torch.arange(1, scores.shape[1] + 1, device=scores.device)[:, None]
+            return TokenClassifierOutput(logits=scores.cumsum(1) / read)  # a linear head's mean is the head of the mean
+
+    # transformers looks up by these names how a checkpoint spells its weights
+    VisionValue.__name__, VisionValue.__module__ = base.__name__, base.__module__
+    return VisionValue
 
 
 # -----------------------------------------------------------------------------
@@ -268,13 +349,14 @@ def split_tasks(groups, holdout, seed):
     return names[count:], names[:count]
 
 
-def dialogue_row(tokenizer, episode, privileged, max_length):
+def dialogue_row(tokenizer, episode, privileged, max_length, sight=None):
     """(row, dropped turns) of an episode as the critic sees it."""
     history, prompt = episode["dialogue_history"], instructions(episode["task"], episode.get("agent_prompt"))
     last = max(number for number, message in enumerate(history) if message["role"] == "assistant")
-    messages = critic_messages(episode["task"], agent_messages(episode["task"], history[:last + 1], prompt), privileged)
+    view = agent_messages(episode["task"], history[:last + 1], prompt)
+    messages = critic_messages(episode["task"], view, privileged)
     finished = [message.get("finished") is not False for message in history if message["role"] == "assistant"]
-    row, dropped = encode_row(tokenizer, messages, finished, max_length)
+    row, dropped = encode_row(tokenizer, messages, finished, max_length, sight and sight.look(episode["task"], view))
     if row:
         row.answered = ANSWER_MARKER in history[last]["content"]
     return row, dropped
@@ -289,7 +371,7 @@ class Item:
     pairs: list = ((0, 1),)  # (chosen, rejected); what they number is the objective's business
 
 
-def pair_items(tokenizer, groups, names, args, privileged):
+def pair_items(tokenizer, groups, names, args, privileged, sight=None):
     """(items, report) of the tasks `names`: one item a pair of episodes; rows are shared by the pairs of a task."""
     items, report = [], {"pairs": 0, "tasks_with_pairs": 0, "tasks_without": 0, "turns_dropped": 0, "too_long": 0}
     for name in names:
@@ -297,7 +379,7 @@ def pair_items(tokenizer, groups, names, args, privileged):
         report["tasks_with_pairs" if pairs else "tasks_without"] += 1
         rows = {}
         for episode in {id(e): e for pair in pairs for e in pair}.values():
-            rows[id(episode)], dropped = dialogue_row(tokenizer, episode, privileged, args.max_length)
+            rows[id(episode)], dropped = dialogue_row(tokenizer, episode, privileged, args.max_length, sight)
             report["turns_dropped"] += dropped if rows[id(episode)] else 0
             report["too_long"] += rows[id(episode)] is None
         items += [Item([rows[id(a)], rows[id(b)]], [a["reward"], b["reward"]]) for a, b in pairs
@@ -663,22 +745,23 @@ def holdout_metrics(model, items, args, process):
     return metrics
 
 
-def packed_rows(tokenizer, messages, texts, finished, max_length):
+def packed_rows(tokenizer, messages, texts, finished, max_length, look=None):
     """Rows [prompt | a1 | a2 | ...] that hold the candidate `texts` of one state; None if not even one fits.
 
     A candidate is its text and, when finished, the end-of-turn token: cut ones keep none, so nobody learns to stop there.
+    A vision-language critic numbers positions its own way, so each candidate has a row of its own.
     """
     end = end_of_turn(tokenizer)[0]
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     turns = [ids + [end] * done for ids, done in zip(encoded, finished, strict=True)]
     longest = max(map(len, turns))
-    row, _ = encode_row(tokenizer, messages, [True] * len(messages), max_length - longest)
+    row, _ = encode_row(tokenizer, messages, [True] * len(messages), max_length - longest, look)
     if row is None:
         return None
     rows = []
     for ids in turns:
-        if not rows or len(rows[-1].ids) + len(ids) > max_length:
-            rows.append(Row(list(row.ids), [-1] * len(row.ids), 0, prompt=len(row.ids)))
+        if not rows or look or len(rows[-1].ids) + len(ids) > max_length:
+            rows.append(Row(list(row.ids), [-1] * len(row.ids), 0, prompt=len(row.ids), look=look))
         rows[-1].turn_index += [rows[-1].turns] * len(ids)
         rows[-1].ids += ids
         rows[-1].turns += 1
@@ -700,8 +783,10 @@ class Critic:
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
         self.reference, self.max_length, self.device = reference, flags["max_length"], device
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        self.tokenizer = load_tokenizer(path)
+        self.sight = Sight(path, self.privileged) if self.head == "value" and sees_pictures(path) else None
+        self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
         kind = "AutoModelForTokenClassification" if self.head == "value" else "AutoModelForCausalLM"
+        kind = vision_value_class(path) if self.sight else kind
         self.model = load_model(path, dtype, device, kind).eval()
         self.reference_model = None if self.head == "value" else load_model(flags["model"], dtype, device).eval()
 
@@ -709,7 +794,8 @@ class Critic:
         """One advantage per text; equal texts are scored once. None where a state is too long to be scored."""
         distinct = list(dict.fromkeys(zip(texts, finished, strict=True)))
         view = critic_messages(task, messages, self.privileged)
-        rows = packed_rows(self.tokenizer, view, *zip(*distinct, strict=True), self.max_length)
+        look = self.sight and self.sight.look(task, messages)
+        rows = packed_rows(self.tokenizer, view, *zip(*distinct, strict=True), self.max_length, look)
         if rows is None:
             return None
         seen = rows
@@ -720,7 +806,7 @@ class Critic:
 
     def score_dialogue(self, episode):
         """The advantage of each agent turn of an episode, in one forward; None for turns that it is too long for."""
-        row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length)
+        row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length, self.sight)
         return [None] * dropped + self._advantages([row], [row]) if row else [None] * (len(episode["dialogue_history"]) // 2)
 
     @torch.no_grad()
@@ -785,7 +871,7 @@ def print_report(output, held_episodes, args, device):
     for _, line in read_jsonl(output / "metrics.jsonl"):
         report |= {name: value for name, value in line.items() if name.startswith(("holdout/", "credit_auc/"))}
     toy = [episode for episode in held_episodes if has_toy_credit(episode["task"])]
-    if toy and not any(name.startswith("credit_auc/") for name in report):
+    if toy and not any(name.startswith("credit_auc/") for name in report) and not sees_pictures(args.model):
         policy = LocalSpeaker(args.model, max_new_tokens=256, device=device)
         credit = credit_auc(Critic(output, device), toy, policy, args.seed)
         with open(output / "metrics.jsonl", "a") as file:
@@ -858,10 +944,11 @@ def main(args):
     process = join_processes(always=True)
     episodes, failed = load_episodes(args.episodes)
     groups = group_by_task(episodes)
-    tokenizer = load_tokenizer(args.model)
+    sight = Sight(args.model, args.privileged) if args.head == "value" and sees_pictures(args.model) else None
+    tokenizer = sight.processor.tokenizer if sight else load_tokenizer(args.model)
     training, held_out = split_tasks(groups, args.holdout, args.seed)
-    items, report = pair_items(tokenizer, groups, training, args, args.privileged)
-    held_items, held_report = pair_items(tokenizer, groups, held_out, args, args.privileged)
+    items, report = pair_items(tokenizer, groups, training, args, args.privileged, sight)
+    held_items, held_report = pair_items(tokenizer, groups, held_out, args, args.privileged, sight)
     if process.leads:
         print(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones left out): {report['pairs']} pairs from"
               f" {report['tasks_with_pairs']} tasks, {report['tasks_without']} tasks without mixed outcome,"
@@ -873,18 +960,21 @@ def main(args):
     output = Path(args.output)
     claim_output(output / "run.json", args, args.episodes, process)
     if not is_complete(output, process):
-        kind = {"logratio": "AutoModelForCausalLM", "value": "AutoModelForTokenClassification"}[args.head]
         torch.manual_seed(args.seed)  # a value head starts from random weights, the same on every rank
-        model = load_trainable(args.model, process, kind, **({"num_labels": 1} if args.head == "value" else {}))
-        if args.head == "value":
+        if sight:
+            model = load_trainable(args.model, process, vision_value_class(args.model))
+        elif args.head == "value":
+            model = load_trainable(args.model, process, "AutoModelForTokenClassification", num_labels=1)
             model.dropout.p = 0.0  # ranks would draw different masks than one process
+        else:
+            model = load_trainable(args.model, process)
         shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
         if args.head == "logratio":
             rows = [row for item in items + held_items for row in item.rows]
             score_rows(model, rows, process, args.micro_batch_size)
         train(model, items, lambda model, batch: critic_objective(model, batch, args, process.device), args, process,
               lambda: holdout_metrics(model, held_items, args, process))
-        save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
+        save_checkpoint(output, model, sight.processor if sight else tokenizer, episodes[0].get("agent_prompt"), process)
         del model
     if process.leads:
         print_report(output, [episode for name in held_out for episode in groups[name]], args, process.device)
