@@ -2319,18 +2319,20 @@ def toy_frontend_human(task, history):
 
 
 def toy_frontend_demonstrator(task, history, rng, informed=False):
-    """A message of the toy's noisy designer, who never sees the reference.
+    """A message of the toy's noisy designer.
 
     It mostly applies what it is told, and sometimes ignores it, misreads it, breaks another slot, answers too early
     or goes on when all is right: haste and dithering must both fail at times, or outcomes teach nothing about them.
+    `informed` follows the reference besides, so that the tiny base model learns to read one.
     """
+    wanted = toy_page_choice(task["ground_truth"]) if informed else {}
     said, page = history[-1]["content"], last_page(history)
     shown = toy_page_choice(page)
     choice = {slot: shown[slot] or rng.choice(list(words)) for slot, words in TOY_SLOTS.items()}
     topic = next((topic for topic in TOY_PAGE_TOPICS if topic in history[0]["content"]), TOY_PAGE_TOPICS[0])
     thoughts = []
     for slot, words in TOY_SLOTS.items():
-        told = next((word for word in words if f"{word} {slot}" in said), None)
+        told = next((word for word in words if f"{word} {slot}" in said), wanted.get(slot))
         if told and rng.random() < 0.75:
             choice[slot] = told if rng.random() < 0.85 else rng.choice(list(words))
             thoughts.append(f"{choice[slot]} {slot}")

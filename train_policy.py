@@ -21,6 +21,7 @@ get no end-of-turn token; the share of the data is whole tasks after a shuffle; 
 """
 
 import argparse
+import functools
 import math
 import random
 from collections import Counter
@@ -281,10 +282,14 @@ def dpo_objective(model, items, args, device):
     return {name: torch.stack([entry[name].mean() for entry in metrics]) for name in metrics[0]}
 
 
-def supervised_objective(model, items, args, device):
-    """Mean negative log-likelihood of the agent's tokens of each dialogue, (items,)."""
-    sums, counts = turn_scores(model, [item.rows[0] for item in items], device, args.micro_batch_size)
-    return {"train/loss": -sums.sum(1) / counts.sum(1)}
+def supervised_objective(model, items, args, device, mean_length):
+    """Negative log-likelihood of each dialogue over the mean number of agent tokens of all dialogues, (items,).
+
+    So every token weighs the same. A mean over each dialogue's own tokens would teach more from short ones, and with
+    them to stop early.
+    """
+    sums, _ = turn_scores(model, [item.rows[0] for item in items], device, args.micro_batch_size)
+    return {"train/loss": -sums.sum(1) / mean_length}
 
 
 # -----------------------------------------------------------------------------
@@ -302,7 +307,7 @@ def toy_model(episodes, seed):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         # the answer's marker, a line of code and a tag are one token each: an answer is about as long as a question
-        pre_tokenizers.Split(Regex(r"^I WANT TO ANSWER:|\n(?:def |    )[^\n]+|\s?<[^>]*>|\n *\S+| ?[^\s?.:]+|[?.:]|\s+"),
+        pre_tokenizers.Split(Regex(r" ?I WANT TO ANSWER:|\n(?:def |    )[^\n]+|\s?<[^>]*>|\n *\S+| ?[^\s?.:]+|[?.:]|\s+"),
                              "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
@@ -389,8 +394,11 @@ def main(args):
                          " mixed outcomes (mtdpo), successes (rft) or states with candidates of different worth (sweet)")
     model = load_trainable(args.model, process) if scratch is None else scratch
     shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
-    objective = {"sft": supervised_objective, "rft": supervised_objective}.get(args.method, dpo_objective)
-    if objective is dpo_objective:
+    if args.method in ("sft", "rft"):
+        mean_length = sum(turn >= 0 for item in items for turn in item.rows[0].turn_index) / len(items)
+        objective = functools.partial(supervised_objective, mean_length=mean_length)
+    else:
+        objective = dpo_objective
         score_rows(model, [row for item in items for row in item.rows], process, args.micro_batch_size)
     train(model, items, lambda model, batch: objective(model, batch, args, process.device), args, process)
     save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)

@@ -211,6 +211,21 @@ def test_each_baseline_learns_what_it_should(trained, tiny, tmp_path, method):
         assert lines[0]["train/margin"] == pytest.approx(0, abs=1e-5)
 
 
+def test_supervised_training_weighs_every_token_alike_however_long_its_dialogue():
+    tokenizer = byte_tokenizer()
+    model, sums, length = tiny_model(tokenizer), 0.0, 0
+    items = [train_policy.Item([train_policy.whole(train_critic.encode_row(tokenizer, messages, [True] * 3, 999)[0])], [1.0])
+             for messages in (dialogue("task", "a"), dialogue("task", "what is it?", "this", "a much longer answer"))]
+    args = train_policy.parse_args(["--method", "sft", "--episodes", "x", "--model", "x", "--output", "x"])
+    for item in items:
+        turns, counts = turn_scores(model, item.rows, "cpu")
+        sums, length = sums + turns.sum().item(), length + counts.sum().item()
+    losses = train_policy.supervised_objective(model, items, args, "cpu", length / 2)["train/loss"]
+    short, long = losses.tolist()
+    assert (short + long) / 2 == pytest.approx(-sums / length, rel=1e-5)
+    assert long / short == pytest.approx((length - 2) / 2, rel=0.5)  # not 1, as means over each dialogue would be
+
+
 def test_rft_takes_successes_only_and_sft_everything(trained):
     tokenizer = byte_tokenizer()
     episodes = train_critic.load_episodes([trained / "episodes.jsonl"])[0]
