@@ -297,7 +297,7 @@ def supervised_objective(model, items, args, device, mean_length):
 
 
 def toy_model(episodes, seed):
-    """A Llama of about half a million parameters and a tokenizer learnt from the episodes, chat template included."""
+    """A Llama of 0.7 million parameters and a tokenizer learnt from the episodes, chat template included."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -21,6 +21,10 @@ demonstrate() { # NAME AGENT SAMPLES SEED
 demonstrate noisy scripted 3 0
 demonstrate informed scripted:informed 2 1
 
-python train_policy.py --method sft --model toy --episodes "$OUT/noisy.jsonl" --privileged_episodes "$OUT/informed.jsonl" \
-  --epochs "$EPOCHS" --lr 2e-3 --batch_size 32 --micro_batch_size 32 --output "$OUT/checkpoint"
+train() { # MODEL OUTPUT SEED
+  python train_policy.py --method sft --model "$1" --episodes "$OUT/noisy.jsonl" --privileged_episodes \
+    "$OUT/informed.jsonl" --epochs "$EPOCHS" --lr 2e-3 --batch_size 32 --micro_batch_size 32 --seed "$3" --output "$2"
+}
+train toy "$OUT/first" 0
+train "$OUT/first" "$OUT/checkpoint" 1  # a second peak of the learning rate: topics, reading and counting come late
 cp "$OUT"/checkpoint/*.json "$OUT"/checkpoint/*.jinja "$OUT"/checkpoint/*.safetensors "$OUT"/checkpoint/*.txt "$BASE/"
