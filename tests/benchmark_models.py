@@ -1,10 +1,10 @@
 """The parts of benchmark.py that need torch: training, scoring, sampling and rollouts against their peers."""
 
+import argparse
 import copy
 import json
 import math
 import random
-import types
 import typing
 from pathlib import Path
 
@@ -16,12 +16,16 @@ from conftest import TEMPLATES
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import colbench
+import train_critic
+import train_policy
 from collect import Rules, join_processes, rollout
 from train_critic import Critic, advantage, critic_loss, critic_objective, packed_rows, pair_items, reference_tensor, score_rows
 from train_policy import candidate_items, dpo_loss, dpo_objective
 
-FLAGS = types.SimpleNamespace(seed=0, pairing="best_worst", pairs_per_state=4, max_length=16384, beta=0.1, nll=0.0,
-                              micro_batch_size=1, pairs="best_vs_rest", margin=0.0, head="logratio", normalise="turn")
+# the scripts' own flags and defaults, so that a new one is never missing here
+FILES = "--episodes e --model m --output o --max_length 16384 --beta 0.1 --nll 0".split()
+FLAGS = argparse.Namespace(**vars(train_critic.parse_args(FILES)) | vars(train_policy.parse_args(
+    [*FILES, *"--method sweet --critic c --pairing best_worst".split()])))
 
 # -----------------------------------------------------------------------------
 # Both sides have to agree
@@ -177,7 +181,7 @@ def backward_all(losses):
 def policy_methods(world, prompt, longest, draw):
     """(name -> (model, call), whether the peer is TRL itself): each call leaves a state's gradient on its model."""
     row = state(prompt, longest, 8, draw)
-    items = {share: candidate_items(world.tokenizer, [row], types.SimpleNamespace(**vars(FLAGS), share=share))[0]
+    items = {share: candidate_items(world.tokenizer, [row], argparse.Namespace(**vars(FLAGS) | {"share": share}))[0]
              for share in ("state", "pair", "none")}
     for share in items.values():
         score_rows(world.reference, [r for item in share for r in item.rows], world.process)

@@ -139,7 +139,7 @@ def report_steps(args, tokenizer, process, peak):
                         lambda item=item: plain_loss(model, item.rows, process.device).backward(), process, peak)
     row = parts.state(*((64, 16) if args.dry else (2048, 256)), 8, random.Random(0))
     for share in ("state", "pair", "none"):
-        items = candidate_items(tokenizer, [row], types.SimpleNamespace(**vars(parts.FLAGS), share=share))[0]
+        items = candidate_items(tokenizer, [row], argparse.Namespace(**vars(parts.FLAGS) | {"share": share}))[0]
         rows = [row for item in items for row in item.rows]
         score_rows(model, rows, process)
         report_step(f"policy, 4 pairs of one state, --share {share}", model, rows, lambda items=items: [
