@@ -458,8 +458,9 @@ def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_t
 
     With `pictures` in the conversations, a model must be a vision-language one.
     """
-    if spec.partition(":")[0] == "scripted":
-        return ScriptedSpeaker(role, informed=spec == "scripted:informed")
+    name, _, manner = spec.partition(":")
+    if name == "scripted":
+        return ScriptedSpeaker(role, manner)
     if spec.startswith(("http://", "https://")):
         return ServerSpeaker(spec, model_name, temperature, max_new_tokens)
     if pictures and not sees_pictures(spec):
@@ -473,8 +474,10 @@ def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_t
 class ScriptedSpeaker:
     """The toy worlds' own human, or their noisy demonstrator as agent (`scripted:informed` knows the reference)."""
 
-    def __init__(self, role, informed=False):
-        self.role, self.informed = role, informed
+    def __init__(self, role, manner=""):
+        if manner not in ("", "informed"):
+            raise SystemExit(f"found the {role} scripted:{manner}, expected scripted or scripted:informed")
+        self.role, self.manner = role, manner
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
         return [[Utterance(self._say(task, messages, derive_seed(seed, number)), True) for number in range(n)]
@@ -492,7 +495,7 @@ class ScriptedSpeaker:
         messages = [message for message in messages if message["role"] != "system"]
         if self.role == "human":
             return human(task, messages)
-        return demonstrator(task, messages, random.Random(seed), self.informed)
+        return demonstrator(task, messages, random.Random(seed), self.manner == "informed")
 
 
 class ServerSpeaker:
@@ -647,13 +650,15 @@ def picture_inputs(processor, conversations):
                      add_special_tokens=False, return_tensors="pt")
 
 
-def load_model(path, dtype=None, device="cpu", auto_class="AutoModelForCausalLM", **options):
-    """A transformers model from safetensors only; what cannot be opened is named in a sentence."""
+def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", **options):
+    """A transformers model, fp32 on a CPU and bf16 elsewhere, from safetensors only; what cannot be opened is named."""
     import safetensors
+    import torch
     import transformers
 
     check_checkpoint(path)
     model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
+    dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
     try:
         model, report = model_class.from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
@@ -680,8 +685,7 @@ class LocalSpeaker:
 
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = tokenizer or load_tokenizer(path)
-        dtype = torch.bfloat16 if str(self.device).startswith("cuda") else torch.float32
-        self.model = (model or load_model(path, dtype, self.device)).eval()
+        self.model = (model or load_model(path, self.device)).eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.kept = {}
@@ -792,8 +796,7 @@ class VisionSpeaker:
 
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.processor = load_processor(path)
-        dtype = torch.bfloat16 if str(self.device).startswith("cuda") else torch.float32
-        self.model = load_model(path, dtype, self.device, "AutoModelForImageTextToText").eval()
+        self.model = load_model(path, self.device, "AutoModelForImageTextToText").eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
         tokenizer = self.processor.tokenizer
         self.stops = stop_tokens(self.model, tokenizer) | {closing_token(tokenizer)}
@@ -1714,15 +1717,12 @@ class Browser:
             self.close()  # whatever the page did to the browser ends here; the next page gets a new one
             raise
 
-    def render_all(self, pages):
-        """One PNG per page, None where a page could not be rendered."""
-        pictures = []
-        for html in pages:
-            try:
-                pictures.append(self.render(html))
-            except PageError:
-                pictures.append(None)
-        return pictures
+    def picture(self, html):
+        """The PNG of a page, None where it could not be rendered."""
+        try:
+            return self.render(html)
+        except PageError:
+            return None
 
     def close(self):
         """End Chromium with all its children and remove its profile."""
@@ -2184,9 +2184,9 @@ def toy_backend_demonstrator(task, messages, draw, informed):
     asked = [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
     needed = task["toy"]["needed"]
     known = tuple((detail, needed[detail]) for detail in TOY_DETAILS if detail in asked and detail in needed)
-    stop, preferred, share = (0.3 if len(known) == len(needed) else 0.08), TOY_LIKELY[task["toy"]["topic"]], 0.45
+    stop, preferred, share = (0.2 if len(known) == len(needed) else 0.05), TOY_LIKELY[task["toy"]["topic"]], 0.5
     if informed:
-        stop, preferred, share = (0.75 if len(known) == len(needed) else 0.02), list(needed), 0.6
+        stop, preferred, share = (0.5 if len(known) == len(needed) else 0.02), list(needed), 0.6
     if draw.random() < stop:
         if draw.random() < 0.06 and known:  # a slip of the pen: one clause forgotten or mistaken
             place = draw.randrange(len(known))
@@ -2367,7 +2367,7 @@ class Referee:
         if "frontend" in domains:
             self.browser = Browser()
             # every turn of a dialogue shows the human the same reference page
-            self.draw = functools.lru_cache(256)(lambda html: self.browser.render_all([html])[0])
+            self.draw = functools.lru_cache(256)(self.browser.picture)
             name = args.clip or ("none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32")
             self.clip = None if name == "none" else ClipReward(name, args.clip_crop, process.device or "cpu")
 

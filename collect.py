@@ -137,6 +137,8 @@ def claim_output(path, args, inputs, process):
     flags = {name: value for name, value in vars(args).items() if name != "output"}
     run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world, "inputs": {}}
     for name in inputs:
+        if not Path(name).is_file():
+            raise SystemExit(f"{name}: no such file; expected a JSONL file that another of these scripts wrote")
         with open(name, "rb") as file:
             run["inputs"][str(name)] = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") \
                 else hashlib.sha256(file.read()).hexdigest()

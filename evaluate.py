@@ -208,19 +208,22 @@ def annotate(policies, args, process):
                                   for turn in range(len(history) // 2)]
     if episodes and episodes[0]["task"]["domain"] == "frontend":
         with Browser() as browser:
-            draw = functools.lru_cache(256)(lambda html: browser.render_all([html])[0])
+            draw = functools.cache(lambda html: thumbnail(browser.picture(html)))  # many episodes share a reference page
             for episode in episodes:
                 pages = {"screenshot": graded_page(episode["answer"], episode["dialogue_history"]),
                          "reference_screenshot": extract_html(episode["task"]["ground_truth"])}
-                episode |= {key: base64.b64encode(thumbnail(draw(html))).decode() for key, html in pages.items() if draw(html)}
+                episode |= {key: draw(html) for key, html in pages.items() if draw(html)}
 
 
 def thumbnail(png, width=360):
+    """A small copy of a screenshot in base64; None of a page that could not be drawn."""
+    if png is None:
+        return None
     image = open_picture(png)
     image.thumbnail((width, 3 * width))
     small = io.BytesIO()
     image.save(small, "PNG")
-    return small.getvalue()
+    return base64.b64encode(small.getvalue()).decode()
 
 
 def shared_tasks(policies):
@@ -315,7 +318,7 @@ def heading(key, results):
     if key.startswith("pass^"):
         return f"{key} %", 100
     if key == "reward" and results["domain"] == "frontend":
-        return "Cosine × 100", 100
+        return "Similarity × 100", 100
     if key == "tokens" and not results["in_tokens"]:
         return "Agent words", 1
     return HEADINGS[key]
@@ -383,11 +386,11 @@ def stroke(kind, *points):
     return f'<polyline class="{kind}" points="{path}"/>'
 
 
-def figure(title, height, marks, names=()):
-    """A titled drawing; `names` are the legend of the colours c0, c1, ..., which come round again after eight."""
-    legend = "".join(f"<span class=c{i % 8}><i></i>{escape(name)}</span>" for i, name in enumerate(names))
+def figure(title, height, marks, legend=None):
+    """A titled drawing; `legend` gives the number of each name's colour."""
+    shown = "".join(f"<span class=c{i}><i></i>{escape(name)}</span>" for name, i in (legend or {}).items())
     return (f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height}" role="img" '
-            f'aria-label="{escape(title)}">{"".join(marks)}</svg><p class=legend>{legend}</p></figure>')
+            f'aria-label="{escape(title)}">{"".join(marks)}</svg><p class=legend>{shown}</p></figure>')
 
 
 def ticks(low, high):
@@ -410,8 +413,12 @@ def bar_chart(title, numbers):
     return figure(title, 44 * len(numbers) + 4, marks)
 
 
-def line_chart(title, series, x_labels=None, floor=math.inf):
-    """Lines through (x, y) or (x, y, low, high) points, the latter with whiskers; `x_labels`: position to text."""
+def line_chart(title, series, x_labels=None, floor=math.inf, names=()):
+    """Lines through (x, y) or (x, y, low, high) points, the latter with whiskers; `x_labels`: position to text.
+
+    A name has the colour of its place in `names`, or in `series`; there are eight.
+    """
+    colours = {name: place % 8 for place, name in enumerate(names or series)}
     points = [point for line in series.values() for point in line]
     xs, ys = [point[0] for point in points], [y for point in points for y in point[1:]]
     left, bottom = min(xs), min(floor, *ys)
@@ -426,10 +433,11 @@ def line_chart(title, series, x_labels=None, floor=math.inf):
         marks += [stroke("grid", (LEFT, level), (RIGHT, level)), label(LEFT - 6, level + 4, f"{y:.4g}", "end")]
     x_labels = x_labels or {x: f"{x:g}" for x in ticks(left, left + width)}
     marks += [label(place(x, bottom)[0], 190, text, "middle") for x, text in x_labels.items()]
-    for i, line in enumerate(series.values()):
-        marks.append(stroke(f"line c{i % 8}", *(place(*point[:2]) for point in line)))
-        marks += [stroke(f"line c{i % 8}", *(place(x, end) for end in ends)) for x, _, *ends in line if ends]
-    return figure(title, 196, marks, series)
+    for name, line in series.items():
+        kind = f"line c{colours[name]}"
+        marks.append(stroke(kind, *(place(*point[:2]) for point in line)))
+        marks += [stroke(kind, *(place(x, end) for end in ends)) for x, _, *ends in line if ends]
+    return figure(title, 196, marks, {name: colours[name] for name in series})
 
 
 def turn_shares(policies):
@@ -474,12 +482,14 @@ def charts(results, policies, metric_files):
     numbers = {name: number for name, number in numbers.items() if number}
     drawn = [bar_chart(f"{title}, with 95 % intervals", numbers)] if numbers else []
     turns, best = turn_shares(policies), best_of_n_curves(results, metric)
+    curves = training_curves(metric_files)
+    names = dict.fromkeys([*numbers, *turns, *(name for series in curves.values() for name in series)])
     if turns:
-        drawn.append(line_chart("Turns per episode, % of episodes", turns, floor=0))
+        drawn.append(line_chart("Turns per episode, % of episodes", turns, floor=0, names=names))
     if best:
         sizes = {x: f"{2**x:g}" for points in best.values() for x, *_ in points}
         drawn.append(line_chart(f"{title} by number of candidates", best, sizes))
-    return "".join(drawn + [line_chart(key, series) for key, series in training_curves(metric_files).items()])
+    return "".join(drawn + [line_chart(key, series, names=names) for key, series in curves.items()])
 
 
 # -----------------------------------------------------------------------------

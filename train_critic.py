@@ -263,8 +263,7 @@ class Sight:
 
     def __init__(self, path, privileged):
         self.processor, self.privileged = load_processor(path), privileged
-        browser = None if privileged == "none" else Browser()
-        self.draw = functools.cache(lambda html: browser.render_all([html])[0])
+        self.draw = None if privileged == "none" else functools.cache(Browser().picture)
         self.read = functools.lru_cache(8)(self._read)  # the rows of a task, and candidates of a state, come together
 
     def look(self, task, messages):
@@ -423,8 +422,7 @@ def scoring(model):
 
 def load_trainable(path, process, auto_class="AutoModelForCausalLM", **options):
     """fp32 master weights. On a GPU the checkpoint's bf16 is read first, so that hosts need not hold fp32 copies."""
-    dtype = torch.float32 if process.device == "cpu" else torch.bfloat16
-    return load_model(path, dtype, process.device, auto_class, **options).float()
+    return load_model(path, process.device, auto_class, **options).float()
 
 
 def my_share(entries, process):
@@ -782,13 +780,12 @@ class Critic:
             raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
         self.reference, self.max_length, self.device = reference, flags["max_length"], device
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.sight = Sight(path, self.privileged) if self.head == "value" and sees_pictures(path) else None
         self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
         kind = "AutoModelForTokenClassification" if self.head == "value" else "AutoModelForCausalLM"
         kind = vision_value_class(path) if self.sight else kind
-        self.model = load_model(path, dtype, device, kind).eval()
-        self.reference_model = None if self.head == "value" else load_model(flags["model"], dtype, device).eval()
+        self.model = load_model(path, device, kind).eval()
+        self.reference_model = None if self.head == "value" else load_model(flags["model"], device).eval()
 
     def score(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None where a state is too long to be scored."""
@@ -817,8 +814,8 @@ class Critic:
         scored = [forward_turns(self.model, [row], self.device) for row in rows]
         sums, counts = (torch.cat([part[side][0] for part in scored]) for side in (0, 1))
         references = torch.cat([forward_turns(self.reference_model, [row], self.device)[0][0] for row in reference_rows])
-        one_turn = "none" if self.normalise == "none" else "turn"
-        return advantage(sums[None], references[None], counts[None], one_turn)[0].tolist()
+        # one turn a row: what a candidate is worth has nothing to do with the tokens of its rivals
+        return advantage(sums[:, None], references[:, None], counts[:, None], self.normalise)[:, 0].tolist()
 
 
 def states_of(episodes):

@@ -69,12 +69,13 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
     return -F.logsigmoid(chosen_reward - rejected_reward), chosen_reward, rejected_reward
 
 
-def make_pairs(texts, advantages, pairing, count, draw):
+def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
     """Up to `count` (chosen, rejected) places among the N candidates of a state.
 
     halves (paper): one of the better and one of the worse half by advantage; best_worst: from both ends inwards;
     random: any two, the better one chosen. A text that came up k times is k candidates, so pairs follow the policy's own
-    odds, but all k go by the first one's place, so that it is computed once. Equal texts or advantages are no pair.
+    odds, but all k go by the first one's place, so that it is computed once. Equal texts or advantages are no pair, nor
+    are advantages that differ by no more than `min_gap`: what the critic hardly tells apart teaches its noise.
     """
     first = {text: place for place, text in reversed(list(enumerate(texts)))}
     ranked = sorted((first[text] for text in texts), key=lambda place: -advantages[place])
@@ -85,12 +86,17 @@ def make_pairs(texts, advantages, pairing, count, draw):
         pool = [(a, b) for a in ranked[:half] for b in ranked[len(ranked) - half:]]
     else:
         pool = [(a, b) for number, a in enumerate(ranked) for b in ranked[number + 1:]]
-    pool = [(a, b) for a, b in pool if advantages[a] > advantages[b]]
+    pool = [(a, b) for a, b in pool if advantages[a] - advantages[b] > min_gap]
     return pool[:count] if pairing == "best_worst" else draw.sample(pool, min(count, len(pool)))
 
 
 # -----------------------------------------------------------------------------
 # Candidates: sampled from the policy, ranked by the critic
+
+
+def succeeded(episode, args):
+    """Whether the episode's answer passed all tests; a page has none, and needs --success_reward."""
+    return episode["reward"] >= args.success_reward if episode["success"] is None else episode["success"]
 
 
 def candidate_key(row):
@@ -134,6 +140,8 @@ def rank_candidates(episodes, args, process):
     """Sample and score the candidates of every state; ranks share the states, and a killed run goes on."""
     from tqdm import tqdm
 
+    if args.states == "successes":
+        episodes = [episode for episode in episodes if succeeded(episode, args)]
     states = list(states_of(episodes))
     if args.states_per_task:
         states = few_per_task(states, args.states_per_task, args.seed)
@@ -201,7 +209,7 @@ def candidate_items(tokenizer, rows, args):
     items, skipped = [], 0
     for row in rows:
         draw = random.Random(derive_seed(args.seed, "pairs", *candidate_key(row)))
-        pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw)
+        pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, args.min_gap)
         for wanted in ([pairs] if args.share == "state" and pairs else [[pair] for pair in pairs]):
             used = sorted({place for pair in wanted for place in pair})
             texts, finished = [row["candidates"][p] for p in used], [row["finished"][p] for p in used]
@@ -249,8 +257,7 @@ def method_items(tokenizer, episodes, args, process):
         items, report = pair_items(tokenizer, groups, sorted(groups), args, "none")
         return [Item([whole(row) for row in item.rows], item.rewards) for item in items], report
     if args.method == "rft":
-        return dialogue_items(tokenizer, [e for e in episodes if e["success"] or (
-            e["success"] is None and e["reward"] >= args.rft_reward)], args)
+        return dialogue_items(tokenizer, [episode for episode in episodes if succeeded(episode, args)], args)
     items, report = dialogue_items(tokenizer, episodes, args)
     if args.privileged_episodes:
         informed, more = dialogue_items(tokenizer, load_episodes(args.privileged_episodes)[0], args, "ground_truth")
@@ -339,6 +346,9 @@ def parse_args(argv=None):
     parser.add_argument("--critic", help="checkpoint directory of train_critic.py")
     parser.add_argument("--candidates", help="ranked candidates of an earlier run, instead of sampling and scoring")
     parser.add_argument("--data_fraction", type=float, default=0.1, help="share of the tasks whose turns are states")
+    parser.add_argument("--states", choices=("all", "successes"), default="all",
+                        help="turns of which episodes are states; the trained policy's own resemble those of successes")
+    parser.add_argument("--success_reward", type=float, default=0.9, help="least reward of a page that counts as a success")
     parser.add_argument("--states_per_task", type=int, help="draw so many states of each task (default: every turn)")
     parser.add_argument("--num_candidates", type=int, default=16, help="candidates of a state")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
@@ -353,8 +363,8 @@ def parse_args(argv=None):
     parser.add_argument("--pairing", choices=("halves", "best_worst", "random"), default="halves", help="how pairs are drawn")
     parser.add_argument("--share", choices=("state", "pair", "none"), default="pair",
                         help="how far candidates share their prompt's computation (README: what each costs)")
+    parser.add_argument("--min_gap", type=float, default=0.0, help="a pair's advantages differ by more than this (paper: 0)")
     # supervised
-    parser.add_argument("--rft_reward", type=float, default=0.9, help="rft, frontend: least reward of a success")
     parser.add_argument("--privileged_episodes", nargs="+", default=[],
                         help="sft: episodes to learn with the reference in front, so that a tiny model can read one")
     args = parser.parse_args(argv)
@@ -366,7 +376,7 @@ def parse_args(argv=None):
     for name in ("num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size", "states_per_task"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
-    for name in ("temperature", "rft_reward"):
+    for name in ("temperature", "success_reward", "min_gap"):
         if not 0 <= getattr(args, name) < math.inf:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
     if not 0 < args.data_fraction <= 1:

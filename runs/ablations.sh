@@ -4,16 +4,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
-OUT=${OUT:-runs/out/toy}
+OUT=${OUT:-runs/out/toy$SUFFIX}
 
 ablation() { # NAME CRITIC_FLAGS...
-  critic "$OUT/episodes.jsonl" toy/base "$OUT/$1/critic" "${@:2}"
-  policy "$OUT/episodes.jsonl" toy/base "$OUT/$1/policy" "${SWEET[@]}" --critic "$OUT/$1/critic"
+  critic "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/critic" "${@:2}"
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" --critic "$OUT/$1/critic"
   play "$1" "$OUT/$1/policy" "$OUT/test/$1"
 }
 ablation sweet_no_privileged --privileged none
 ablation sweet_no_normalise --normalise none
 ablation sweet_value_head --head value
-play base toy/base "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16 --num_tasks "${BEST:-200}"
+play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16 --num_tasks "${BEST:-200}"
 python evaluate.py --episodes "$OUT"/test/sweet_*/sweet_*.jsonl --against "$OUT/test/sweet/sweet.jsonl" \
   --output "$OUT/test/ablations"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
-ROUNDS=${ROUNDS:-2} FIRST=${FIRST:-1} MODEL=${MODEL:-toy/base} OUT=${OUT:-runs/out/iterate}
+ROUNDS=${ROUNDS:-2} FIRST=${FIRST:-1} MODEL=${MODEL:-$BASE} OUT=${OUT:-runs/out/iterate$SUFFIX}
 PLAYED=()
 
 for round in $(seq "$FIRST" "$ROUNDS"); do  # FIRST=2 MODEL=DIR: go on from a policy that was trained already

@@ -5,25 +5,25 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -n "${SHORT:-}" ]; then TASKS=80 TEST=20; fi
 source runs/toy_flags.sh
-OUT=${OUT:-runs/out/toy}
+OUT=${OUT:-runs/out/toy$SUFFIX}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # 1. episodes of the base policy with the scripted human, judged by the hidden tests
-collect toy/base "$SEED" "$OUT/episodes.jsonl"
+collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 # 2. the critic, and the policy that it teaches, on one core
 sweet() {
-  critic "$OUT/episodes.jsonl" toy/base "$OUT/critic"
-  policy "$OUT/episodes.jsonl" toy/base "$OUT/sweet" "${SWEET[@]}" --critic "$OUT/critic"
+  critic "$OUT/episodes.jsonl" "$BASE" "$OUT/critic"
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" --critic "$OUT/critic"
   play sweet "$OUT/sweet" "$OUT/test/sweet"
 }
 # 3. what the paper compares it with, on the other
 baselines() {
-  policy "$OUT/episodes.jsonl" toy/base "$OUT/rft" "${RFT[@]}"
-  policy "$OUT/episodes.jsonl" toy/base "$OUT/mtdpo" "${MTDPO[@]}"
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/rft" "${RFT[@]}"
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/mtdpo" "${MTDPO[@]}"
   play rft "$OUT/rft" "$OUT/test/rft"
   play mtdpo "$OUT/mtdpo" "$OUT/test/mtdpo"
-  play base toy/base "$OUT/test/base"
-  play single_turn toy/base "$OUT/test/single_turn" --max_turns 1
+  play base "$BASE" "$OUT/test/base"
+  play single_turn "$BASE" "$OUT/test/single_turn" --max_turns 1
 }
 sweet & baselines; wait $!
 # 4. the table and the report

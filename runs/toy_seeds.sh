@@ -14,32 +14,24 @@ done
 python - "$ROOT" <<'END'
 import argparse, json, sys
 from pathlib import Path
-
 from evaluate import compare, lines_of, policy_table, read_policies, score
 
 root = Path(sys.argv[1])
-files = {name: sorted(root.glob(f"[0-9]*/{place}/{name}.jsonl")) for name, place in [
-    *((name, f"test/{name}") for name in ("base", "single_turn", "rft", "mtdpo", "sweet", "sweet_no_privileged",
-                                          "sweet_no_normalise", "sweet_value_head")), ("sweet_round2", "iterate/test")]}
-policies = read_policies([f"{name}={path}" for name, paths in files.items() for path in paths])
+names = "base single_turn rft mtdpo sweet sweet_no_privileged sweet_no_normalise sweet_value_head sweet_round2".split()
+policies = read_policies([f"{name}={path}" for name in names for path in sorted(root.glob(f"[0-9]*/**/{name}.jsonl"))])
 results, tables, draws = score(policies, argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
 pairs = [("sweet", other) for other in policies if other != "sweet"] + [
     ("rft", "base"), ("mtdpo", "base"), ("base", "single_turn"), ("sweet_round2", "sweet")]
-
-def credit(critic):
-    """The credit AUCs of a critic, one dictionary per seed."""
-    logs = [path.read_text().splitlines() for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl"))]
-    return [{key: value for line in log for key, value in json.loads(line).items() if "credit_auc" in key} for log in logs]
-
 table = {name: entry["success_by_seed"] for name, entry in results["policies"].items()}
-table |= {"mean": {name: entry["numbers"]["success"] for name, entry in results["policies"].items()}}
-table |= {"differences": {f"{a} - {b}": compare(tables[a], tables[b], "success", draws)["difference"]
-                          for a, b in pairs if a in tables and b in tables}}
+table["mean"] = {name: entry["numbers"]["success"] for name, entry in results["policies"].items()}
+table["differences"] = {f"{a} - {b}": compare(tables[a], tables[b], "success", draws)["difference"]
+                        for a, b in pairs if a in tables and b in tables}
 for name, critic in (("credit_auc", "critic"), ("credit_auc_no_privileged", "sweet_no_privileged/critic")):
-    table |= {name: [entry["credit_auc/all"] for entry in credit(critic)], f"{name}_by_kind": credit(critic)}
-best = {f"{count}": sorted(root.glob(f"[0-9]*/test/best_of_n/base-best-of-{count}.jsonl")) for count in (1, 2, 4, 8, 16)}
-table["best_of_n"] = {count: [sum(e["success"] for e in run) / len(run) for run in
-                              read_policies([f"x={path}" for path in paths]).get("x", [])] for count, paths in best.items()}
+    logs = [path.read_text().splitlines() for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl"))]
+    kinds = [{key: value for line in log for key, value in json.loads(line).items() if "credit_auc" in key} for log in logs]
+    table |= {name: [seed["credit_auc/all"] for seed in kinds], f"{name}_by_kind": kinds}
+best = [json.loads(path.read_text())["policies"] for path in sorted(root.glob("[0-9]*/test/best_of_n/results.json"))]
+table["best_of_n"] = {n: [seed[f"base-best-of-{n}"]["success_by_seed"][0] for seed in best] for n in (1, 2, 4, 8, 16)}
 Path("runs/out/toy_seeds.json").write_text(json.dumps(table, indent=1) + "\n")
 print("\n".join(lines_of(policy_table(results), markdown=True)))
 for pair, number in table["differences"].items():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_the_loss_falls_when_the_chosen_side_gains():
     rejected = torch.tensor([[0.3, 0.3]], requires_grad=True)
     critic_loss(chosen, rejected, 1.0).sum().backward()
     assert (chosen.grad < 0).all() and (rejected.grad > 0).all()
+
+
+def test_the_first_row_of_an_item_is_the_chosen_one():
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer).double()
+    rows = [train_critic.encode_row(tokenizer, dialogue("t", text, "r", text), [True, True], 8192)[0] for text in ("ab", "cd")]
+    sums, _ = train_critic.turn_scores(model, rows, "cpu")
+    rows[0].reference, rows[1].reference = (sums[0] - 1).tolist(), (sums[1] + 1).tolist()
+    args = types.SimpleNamespace(head="logratio", micro_batch_size=1, normalise="none", beta=1.0, nll=0.0)
+    metrics = train_critic.critic_objective(model, [train_critic.Item(rows, [1.0, 0.0])], args, "cpu")
+    assert metrics["train/margin"].item() == pytest.approx(4) and metrics["train/accuracy"].item() == 1
+    assert metrics["train/loss"].item() == pytest.approx(math.log1p(math.exp(-4)))
 
 
 def test_the_value_head_learns_the_outcome_at_every_existing_turn():

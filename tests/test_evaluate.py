@@ -133,7 +133,7 @@ def test_frontend_win_rate_counts_ties_half_and_leaves_success_out(tmp_path):
     (pair,) = results["pairs"]
     assert pair["metric"] == "reward" and pair["win_rate"]["value"] == 0.5
     assert results["policies"]["ours"]["numbers"]["success"] is None
-    assert "Cosine × 100" in (tmp_path / "results.md").read_text()
+    assert "Similarity × 100" in (tmp_path / "results.md").read_text()
 
 
 def test_other_tasks_are_refused_and_named(tmp_path):

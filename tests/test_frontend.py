@@ -165,15 +165,15 @@ def test_pictures_of_a_page_are_drawn(browser):
 
 def test_tall_pages_are_whole_up_to_the_cap(browser):
     pages = [f'<body style="height:{height}px;margin:0">' for height in (2000, 10**9)]
-    sizes = [colbench.open_picture(png).size for png in browser.render_all(pages)]
+    sizes = [colbench.open_picture(png).size for png in map(browser.picture, pages)]
     assert sizes == [(1280, 2000), (1280, colbench.MAX_HEIGHT)]
 
 
 def test_a_page_has_the_same_pixels_in_any_order_and_in_another_browser(browser, real_pages):
     pages = real_pages[:10]
-    first, second = browser.render_all(pages), browser.render_all(pages[::-1])[::-1]
+    first, second = [browser.picture(page) for page in pages], [browser.picture(page) for page in pages[::-1]][::-1]
     with colbench.Browser() as other:
-        third = other.render_all(pages)
+        third = [other.picture(page) for page in pages]
     digests = [[hashlib.sha256(png).hexdigest() for png in pngs] for pngs in (first, second, third)]
     assert digests[0] == digests[1] == digests[2] and len(set(digests[0])) == 10
 
@@ -210,7 +210,8 @@ def attack(browser, address):
     tried, answer = [], browser._answer
     browser._answer = lambda request, url, kind: (tried.append(url), answer(request, url, kind))
     pages = [f"<html><body>{page.format(address)}<p style='font-family:f'>x</body></html>" for page in HOSTILE]
-    browser.render_all(pages)
+    for page in pages:
+        browser.picture(page)
     time.sleep(0.5)
     return len(tried)
 
@@ -270,7 +271,7 @@ def test_bombs_cost_their_own_limit_only(browser):
     ]  # fmt: skip
     for bomb in bombs:
         start = time.monotonic()
-        browser.render_all([bomb])
+        browser.picture(bomb)
         assert time.monotonic() - start < browser.seconds_per_page + 4
         assert colour_at(browser.render(PAGE), 5, 5) == (239, 68, 68)
 
@@ -283,7 +284,7 @@ def test_odd_text_is_rendered(browser):
 def test_a_killed_browser_costs_one_page(browser):
     browser.render(PAGE)
     os.killpg(browser.process.pid, 9)
-    assert [png is None for png in browser.render_all([PAGE, PAGE])] == [True, False]
+    assert [png is None for png in map(browser.picture, [PAGE, PAGE])] == [True, False]
 
 
 @needs_chromium
@@ -322,7 +323,8 @@ def test_one_browser_is_three_times_as_fast_as_a_process_per_page(browser, real_
     pages = real_pages[:6]
     browser.render(pages[0])
     start = time.monotonic()
-    browser.render_all(pages)
+    for page in pages:
+        browser.picture(page)
     pooled = time.monotonic() - start
     start = time.monotonic()
     for number, page in enumerate(pages):
@@ -352,7 +354,7 @@ def test_embedded_similarity_ranks_graded_edits_and_is_one_for_the_same_page(bro
             page.replace("</body>", f"<div class='bg-black h-96'></div>{pictures * 8}</body>"),
             f"<html>{LINK}<body class='bg-purple-900'><div class='h-96'></div>{pictures * 40}</body></html>",
         ]
-        pngs = browser.render_all(edits)
+        pngs = [browser.picture(page) for page in edits]
         scores = [colbench.embedded_similarity(pngs[0], png) for png in pngs]
         assert scores[0] == 1.0 and scores == sorted(scores, reverse=True) and scores[1] > scores[3] > scores[4] >= 0
         assert scores[2] == pytest.approx(colbench.embedded_similarity(pngs[2], pngs[0]))
@@ -360,7 +362,7 @@ def test_embedded_similarity_ranks_graded_edits_and_is_one_for_the_same_page(bro
 
 def test_a_blank_page_is_far_from_every_real_page(browser, real_pages):
     blank = browser.render("<html></html>")
-    assert max(colbench.embedded_similarity(blank, png) for png in browser.render_all(real_pages[:10])) < 0.7
+    assert max(colbench.embedded_similarity(blank, png) for png in map(browser.picture, real_pages[:10])) < 0.7
 
 
 def test_answers_without_a_page_score_zero_and_say_so(browser):
@@ -508,3 +510,12 @@ def test_each_wrong_slot_lowers_the_similarity_of_a_toy_page(browser):
         page = colbench.toy_page(topic, {**wanted, slot: wrong})
         assert colbench.grade_frontend(task, page, browser).reward < 0.999
     assert colbench.grade_frontend(task, task["ground_truth"], browser).reward == 1.0
+
+
+def test_the_base_policy_of_pages_writes_pages_of_the_grammar():
+    speaker = colbench.LocalSpeaker("toy/base_frontend", max_new_tokens=200, device="cpu")
+    tasks = colbench.read_tasks("toy:frontend:valid", 30)
+    prompt = Path("toy/base_frontend/agent_prompt.txt").read_text().strip()
+    said = speaker.speak([colbench.agent_messages(task, [], prompt) for task in tasks], seeds=range(30))
+    choices = [colbench.toy_page_choice(colbench.extract_html(utterances[0].text) or "") for utterances in said]
+    assert sum(None not in choice.values() for choice in choices) >= 27

@@ -170,7 +170,7 @@ SCRIPTS = {
 }
 VALUES = ["-1", "0", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "", " ", "x", "True", "None", "0.5", "[]",
           "\0", "toy", "toy:backend", "http://", "--beta"]
-RANGES = ("warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "rft_reward", "temperature",
+RANGES = ("warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "success_reward", "min_gap", "temperature",
           "human_temperature", "leak_threshold")  # numbers that may be 0
 
 
@@ -191,6 +191,14 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
         for name, value in vars(args).items():
             if type(value) in (int, float):
                 assert math.isfinite(value) and (value > 0 or value == 0 and name in RANGES or name == "seed"), (argv, name)
+
+
+def test_an_input_that_is_not_there_is_named_and_nothing_is_made(tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    result = run_script("train_policy.py", "--method", "sweet", "--candidates", tmp_path / "none.jsonl", "--episodes", episodes,
+                        "--model", tiny(), "--output", tmp_path / "policy", check=False)
+    assert result.returncode == 1 and f"{tmp_path / 'none.jsonl'}: no such file; expected a JSONL" in result.stderr
+    assert not (tmp_path / "policy").exists()
 
 
 def test_a_file_that_collect_did_not_write_is_never_overwritten(tmp_path):

@@ -11,6 +11,7 @@ from test_critic import dialogue, episode, metrics, weights, write_episodes
 
 import train_critic
 import train_policy
+from colbench import read_jsonl
 from train_critic import Row, packed_rows, turn_scores
 from train_policy import dpo_loss, make_pairs
 
@@ -60,6 +61,13 @@ def test_equal_texts_and_ties_are_never_a_pair(pairing):
     assert make_pairs(["x", "y"], [0.5, 0.5], pairing, 4, random.Random(0)) == []
     for a, b in make_pairs(["x", "y", "x", "z", "y"], [0.9, 0.1, 0.9, 0.5, 0.1], pairing, 9, random.Random(0)):
         assert (a, b) in {(0, 1), (0, 3), (3, 1)}
+
+
+@pytest.mark.parametrize("pairing", ["halves", "best_worst", "random"])
+def test_advantages_that_the_critic_hardly_tells_apart_are_no_pair(pairing):
+    pairs = make_pairs(TEXTS, SCORES, pairing, 100, random.Random(0), min_gap=0.35)
+    assert pairs and all(SCORES[a] - SCORES[b] > 0.35 for a, b in pairs)
+    assert len(pairs) < len(make_pairs(TEXTS, SCORES, pairing, 100, random.Random(0)))
 
 
 # -----------------------------------------------------------------------------
@@ -156,6 +164,13 @@ def test_candidates_hold_every_turn_of_the_chosen_tasks_and_no_privileged_byte(t
         assert "def f(): pass" not in json.dumps(row["messages"])
 
 
+def test_only_turns_of_successes_are_states_where_these_are_asked_for(trained, tiny, tmp_path):
+    run_script("train_policy.py", *sweet(trained, tiny(), tmp_path / "out"), "--states", "successes")
+    keys = [(row["task_id"], row["sample"]) for _, row in read_jsonl(tmp_path / "out/candidates.jsonl")]
+    everything = [(row["task_id"], row["sample"]) for _, row in read_jsonl(trained / "sweet/candidates.jsonl")]
+    assert keys == [key for key in everything if key[1] == 1]  # of three samples of a task, the second is right
+
+
 def test_an_episode_in_two_files_is_refused_before_its_turns_are_states(trained, tiny, tmp_path):
     command = sweet(trained, tiny(), tmp_path / "out")
     command.insert(command.index("--model"), trained / "episodes.jsonl")
@@ -176,7 +191,7 @@ def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_pat
 @pytest.mark.parametrize("more, same", [
     (("--share", "none"), True), (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing",), True),
     (("--pairing", "best_worst"), False), (("--pairing", "random"), False), (("--nll", "1"), False),
-    (("--pairs_per_state", "1"), False),
+    (("--pairs_per_state", "1"), False), (("--min_gap", "0.01"), False),
 ])
 def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(trained, tiny, tmp_path, more, same):
     run_script("train_policy.py", *flags("sweet", trained, tiny(), tmp_path / "again", "--candidates",
