@@ -27,6 +27,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import torch
 import torch.nn.functional as F
 
@@ -207,9 +208,10 @@ def read_candidates(path):
 def candidate_items(tokenizer, rows, args):
     """Items of ranked candidates: a state's prompt is shared by all its pairs (state), by each pair (pair), or by none."""
     items, skipped = [], 0
+    gap = args.min_gap * numpy.std([advantage for row in rows for advantage in row["advantages"]])
     for row in rows:
         draw = random.Random(derive_seed(args.seed, "pairs", *candidate_key(row)))
-        pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, args.min_gap)
+        pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, gap)
         for wanted in ([pairs] if args.share == "state" and pairs else [[pair] for pair in pairs]):
             used = sorted({place for pair in wanted for place in pair})
             texts, finished = [row["candidates"][p] for p in used], [row["finished"][p] for p in used]
@@ -356,14 +358,16 @@ def parse_args(argv=None):
     parser.add_argument("--sampling_batch_size", type=int, default=64, help="candidates sampled at the same time")
     parser.add_argument("--sampler", help="server that samples for the policy, http://host:port/v1 (default: --model here)")
     parser.add_argument("--sampler_model", help="model name to ask that server for")
-    parser.add_argument("--reference", choices=("privileged", "plain"), default="privileged",
-                        help="whether the reference of the ranking sees the solution (paper) or not (official code)")
+    parser.add_argument("--reference", choices=("privileged", "plain"),
+                        help="whether the reference of the ranking sees the solution (paper) or not (official code);"
+                             " default: as in the critic's training")
     # pairs
     parser.add_argument("--pairs_per_state", type=int, default=4, help="pairs drawn from a state's candidates")
     parser.add_argument("--pairing", choices=("halves", "best_worst", "random"), default="halves", help="how pairs are drawn")
     parser.add_argument("--share", choices=("state", "pair", "none"), default="pair",
                         help="how far candidates share their prompt's computation (README: what each costs)")
-    parser.add_argument("--min_gap", type=float, default=0.0, help="a pair's advantages differ by more than this (paper: 0)")
+    parser.add_argument("--min_gap", type=float, default=0.0,
+                        help="a pair's advantages differ by more than so many standard deviations (paper: 0)")
     # supervised
     parser.add_argument("--privileged_episodes", nargs="+", default=[],
                         help="sft: episodes to learn with the reference in front, so that a tiny model can read one")

@@ -60,6 +60,17 @@ def tiny_model(tokenizer, family="llama", tied=False, seed=0):
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="K/N: every N-th test file from the K-th on, for N commands at a time")
+
+
+def pytest_collection_modifyitems(config, items):
+    first, parts = map(int, config.getoption("part").split("/"))
+    files = set(sorted({item.path for item in items})[first - 1::parts])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+    items[:] = [item for item in items if item.path in files]
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """tiny(template, family, tied) -> directory of a tiny random checkpoint."""

@@ -210,11 +210,12 @@ def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
         assert (len(items) < report["pairs"]) == (share == "state")
 
 
-def test_the_plain_reference_changes_the_ranking(trained):
+def test_the_plain_reference_changes_the_ranking_and_the_critics_own_is_the_default(trained):
     task, texts = episode("t", 1.0)["task"], ["aa", "b", "cccc"]
-    scores = [train_critic.Critic(str(trained / "critic"), "cpu", reference).score(task, dialogue("t"), texts, [True] * 3)
-              for reference in ("privileged", "plain")]
-    assert scores[0] != pytest.approx(scores[1], abs=1e-3)
+    trained_with, privileged, plain = (
+        train_critic.Critic(str(trained / "critic"), "cpu", reference).score(task, dialogue("t"), texts, [True] * 3)
+        for reference in (None, "privileged", "plain"))
+    assert trained_with == privileged != pytest.approx(plain, abs=1e-3)
 
 
 @pytest.mark.parametrize("method", ["mtdpo", "rft", "sft"])
