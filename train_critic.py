@@ -116,7 +116,6 @@ class Row:
     reference: list | None = None  # S log-prob sums under the reference model
     answered: bool = False  # whether the last turn is marked as the answer
     look: typing.Callable | None = None  # gives a vision-language critic what it reads before the first turn
-    plain: "Row | None" = None  # the same turns for a reference model that does not see the solution
 
     def opens(self, place):
         """Whether a packed turn begins at this place of the row."""
@@ -349,8 +348,8 @@ def split_tasks(groups, holdout, seed):
     return names[count:], names[:count]
 
 
-def dialogue_row(tokenizer, episode, privileged, max_length, sight=None, reference="privileged"):
-    """(row, dropped turns) of an episode as the critic sees it, and if `reference` is plain, as its reference sees it."""
+def dialogue_row(tokenizer, episode, privileged, max_length, sight=None):
+    """(row, dropped turns) of an episode as the critic sees it."""
     history, prompt = episode["dialogue_history"], instructions(episode["task"], episode.get("agent_prompt"))
     last = max(number for number, message in enumerate(history) if message["role"] == "assistant")
     view = agent_messages(episode["task"], history[:last + 1], prompt)
@@ -359,7 +358,6 @@ def dialogue_row(tokenizer, episode, privileged, max_length, sight=None, referen
     row, dropped = encode_row(tokenizer, messages, finished, max_length, sight and sight.look(episode["task"], view))
     if row:
         row.answered = ANSWER_MARKER in history[last]["content"]
-        row.plain = encode_row(tokenizer, view, finished, max_length)[0] if reference == "plain" else None
     return row, dropped
 
 
@@ -372,7 +370,7 @@ class Item:
     pairs: list = ((0, 1),)  # (chosen, rejected); what they number is the objective's business
 
 
-def pair_items(tokenizer, groups, names, args, privileged, sight=None, reference="privileged"):
+def pair_items(tokenizer, groups, names, args, privileged, sight=None):
     """(items, report) of the tasks `names`: one item a pair of episodes; rows are shared by the pairs of a task."""
     items, report = [], {"pairs": 0, "tasks_with_pairs": 0, "tasks_without": 0, "turns_dropped": 0, "too_long": 0}
     for name in names:
@@ -380,7 +378,7 @@ def pair_items(tokenizer, groups, names, args, privileged, sight=None, reference
         report["tasks_with_pairs" if pairs else "tasks_without"] += 1
         rows = {}
         for episode in {id(e): e for pair in pairs for e in pair}.values():
-            rows[id(episode)], dropped = dialogue_row(tokenizer, episode, privileged, args.max_length, sight, reference)
+            rows[id(episode)], dropped = dialogue_row(tokenizer, episode, privileged, args.max_length, sight)
             report["turns_dropped"] += dropped if rows[id(episode)] else 0
             report["too_long"] += rows[id(episode)] is None
         items += [Item([rows[id(a)], rows[id(b)]], [a["reward"], b["reward"]]) for a, b in pairs
@@ -446,7 +444,7 @@ def score_rows(model, rows, process, micro_batch_size=1):
     """Fill `reference` of every row with its turn sums under `model`; ranks share the work and then the results."""
     unique = list({id(row): row for row in rows}.values())
     unique.sort(key=lambda row: len(row.ids))
-    share = [row.plain or row for row, _ in my_share(unique, process)]
+    share = [row for row, _ in my_share(unique, process)]
     sums = []
     with scoring(model):
         for start in range(0, len(share), 2 * micro_batch_size):
@@ -454,7 +452,7 @@ def score_rows(model, rows, process, micro_batch_size=1):
             scores, _ = turn_scores(model, group, process.device, micro_batch_size)
             sums += [row_scores[:row.turns].tolist() for row, row_scores in zip(group, scores, strict=True)]
     for row, row_sums in zip(unique, gather_shares(sums, process, len(unique)), strict=True):
-        row.reference = row_sums[-row.turns:]  # a row with the solution in it may have lost oldest turns that fit without
+        row.reference = row_sums
 
 
 def reference_tensor(rows, like):
@@ -773,15 +771,15 @@ def packed_rows(tokenizer, messages, texts, finished, max_length, look=None):
 class Critic:
     """A trained critic as a scorer: the advantage of each candidate turn of a state (Eq. 3)."""
 
-    def __init__(self, path, device, reference=None):
+    def __init__(self, path, device, reference="privileged"):
         run = Path(path) / "run.json"
         if not run.is_file():
             raise SystemExit(f"{path}: found no run.json, expected a directory written by train_critic.py")
         flags = read_run(run)["flags"]
-        if not {"head", "normalise", "privileged", "reference", "max_length", "model"} <= flags.keys():
+        if not {"head", "normalise", "privileged", "max_length", "model"} <= flags.keys():
             raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
-        self.reference, self.max_length, self.device = reference or flags["reference"], flags["max_length"], device
+        self.reference, self.max_length, self.device = reference, flags["max_length"], device
         self.sight = Sight(path, self.privileged) if self.head == "value" and sees_pictures(path) else None
         self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
         kind = "AutoModelForTokenClassification" if self.head == "value" else "AutoModelForCausalLM"
@@ -805,10 +803,8 @@ class Critic:
 
     def score_dialogue(self, episode):
         """The advantage of each agent turn of an episode, in one forward; None for turns that it is too long for."""
-        row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length, self.sight, self.reference)
-        if row is None:
-            return [None] * (len(episode["dialogue_history"]) // 2)
-        return [None] * dropped + self._advantages([row], [row.plain or row])
+        row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length, self.sight)
+        return [None] * dropped + self._advantages([row], [row]) if row else [None] * (len(episode["dialogue_history"]) // 2)
 
     @torch.no_grad()
     def _advantages(self, rows, reference_rows):
@@ -818,7 +814,6 @@ class Critic:
         scored = [forward_turns(self.model, [row], self.device) for row in rows]
         sums, counts = (torch.cat([part[side][0] for part in scored]) for side in (0, 1))
         references = torch.cat([forward_turns(self.reference_model, [row], self.device)[0][0] for row in reference_rows])
-        references = references[-len(sums):]  # as in score_rows
         # one turn a row: what a candidate is worth has nothing to do with the tokens of its rivals
         return advantage(sums[:, None], references[:, None], counts[:, None], self.normalise)[:, 0].tolist()
 
@@ -918,8 +913,6 @@ def parse_args(argv=None):
     add_training_flags(parser, epochs=4)
     parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
                         help="what the critic sees besides the dialogue")
-    parser.add_argument("--reference", choices=("privileged", "plain"), default="privileged",
-                        help="whether the reference model sees it, too (paper), or the dialogue alone")
     parser.add_argument("--normalise", choices=("turn", "trajectory", "none"), default="turn",
                         help="mean over the turn's tokens (paper), over the trajectory's (official code), or the sum")
     parser.add_argument("--head", choices=("logratio", "value"), default="logratio",
@@ -951,8 +944,8 @@ def main(args):
     sight = Sight(args.model, args.privileged) if args.head == "value" and sees_pictures(args.model) else None
     tokenizer = sight.processor.tokenizer if sight else load_tokenizer(args.model)
     training, held_out = split_tasks(groups, args.holdout, args.seed)
-    items, report = pair_items(tokenizer, groups, training, args, args.privileged, sight, args.reference)
-    held_items, held_report = pair_items(tokenizer, groups, held_out, args, args.privileged, sight, args.reference)
+    items, report = pair_items(tokenizer, groups, training, args, args.privileged, sight)
+    held_items, held_report = pair_items(tokenizer, groups, held_out, args, args.privileged, sight)
     if process.leads:
         print(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones left out): {report['pairs']} pairs from"
               f" {report['tasks_with_pairs']} tasks, {report['tasks_without']} tasks without mixed outcome,"

@@ -208,7 +208,7 @@ def read_candidates(path):
 def candidate_items(tokenizer, rows, args):
     """Items of ranked candidates: a state's prompt is shared by all its pairs (state), by each pair (pair), or by none."""
     items, skipped = [], 0
-    gap = args.min_gap * numpy.std([advantage for row in rows for advantage in row["advantages"]])
+    gap = args.min_gap and args.min_gap * numpy.std([advantage for row in rows for advantage in row["advantages"]])
     for row in rows:
         draw = random.Random(derive_seed(args.seed, "pairs", *candidate_key(row)))
         pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, gap)
@@ -358,9 +358,8 @@ def parse_args(argv=None):
     parser.add_argument("--sampling_batch_size", type=int, default=64, help="candidates sampled at the same time")
     parser.add_argument("--sampler", help="server that samples for the policy, http://host:port/v1 (default: --model here)")
     parser.add_argument("--sampler_model", help="model name to ask that server for")
-    parser.add_argument("--reference", choices=("privileged", "plain"),
-                        help="whether the reference of the ranking sees the solution (paper) or not (official code);"
-                             " default: as in the critic's training")
+    parser.add_argument("--reference", choices=("privileged", "plain"), default="privileged",
+                        help="whether the reference of the ranking sees the solution (paper) or not (official code)")
     # pairs
     parser.add_argument("--pairs_per_state", type=int, default=4, help="pairs drawn from a state's candidates")
     parser.add_argument("--pairing", choices=("halves", "best_worst", "random"), default="halves", help="how pairs are drawn")

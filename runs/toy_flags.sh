@@ -3,17 +3,19 @@ export OMP_NUM_THREADS=1
 DOMAIN=${DOMAIN:-backend} SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
   SUFFIX= BASE=toy/base TASKS=${TASKS:-1500} SAMPLES=6 TEST=${TEST:-500} TOKENS=64 PAIRS=()
-  STATES=(--reference plain --states successes --states_per_task 4 --min_gap 0.3)
+  CREDIT=(--beta 30 --nll 0.02)
+  STATES=(--states successes --states_per_task 4 --min_gap 1)
 else
   SUFFIX=_frontend BASE=toy/base_frontend TASKS=${TASKS:-400} SAMPLES=4 TEST=${TEST:-150} TOKENS=200
   PAIRS=(--pairs all --margin 0.1)
+  CREDIT=(--beta 3 --nll 0.5)
   STATES=(--states_per_task 2)
 fi
 BATCH=(--batch_size 32 --micro_batch_size 16)
-CRITIC=("${BATCH[@]}" "${PAIRS[@]}" --lr 2e-4 --beta 3 --nll 0.5 --epochs 2)
+CRITIC=("${BATCH[@]}" "${PAIRS[@]}" "${CREDIT[@]}" --lr 2e-4 --epochs 2)
 SWEET=("${BATCH[@]}" "${STATES[@]}" --method sweet --data_fraction 1 --share state --max_new_tokens "$TOKENS"
        --sampling_batch_size 256 --lr 3e-4 --beta 0.3 --nll 3 --epochs 2)
-MTDPO=("${BATCH[@]}" "${PAIRS[@]}" --method mtdpo --lr 1e-4 --nll 1 --epochs 2)
+MTDPO=("${BATCH[@]}" "${PAIRS[@]}" --method mtdpo --lr 3e-4 --nll 3 --epochs 2)
 RFT=("${BATCH[@]}" --method rft --lr 3e-4 --epochs 3)
 
 collect() { # MODEL SEED EPISODES

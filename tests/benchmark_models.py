@@ -105,7 +105,7 @@ def build_world(quick, folder):
                                  num_attention_heads=4, num_key_value_heads=2, eos_token_id=0, bos_token_id=None,
                                  pad_token_id=0)).save_pretrained(folder / "small")
     tokenizer.save_pretrained(folder / "small")
-    flags = vars(FLAGS) | {"model": str(folder / "reference"), "reference": "privileged"}
+    flags = vars(FLAGS) | {"model": str(folder / "reference"), "privileged": "ground_truth"}
     (folder / "critic" / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     return World(tokenizer, *models, folder, join_processes(always=True))
 

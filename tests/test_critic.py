@@ -10,7 +10,6 @@ from conftest import byte_tokenizer, run_script, tiny_model
 
 import train_critic
 from colbench import complete_episode, encode_dialogue
-from collect import join_processes
 from train_critic import (
     Row,
     advantage,
@@ -275,7 +274,7 @@ def test_two_ranks_train_tied_embeddings_as_one_does(trained, tiny, tmp_path):
 
 @pytest.mark.parametrize("change, differs", [
     (("--privileged", "none"), True), (("--normalise", "trajectory"), True), (("--normalise", "none"), True),
-    (("--nll", "0"), True), (("--reference", "plain"), True), (("--pairs", "all"), False), (("--seed", "0"), False),
+    (("--nll", "0"), True), (("--pairs", "all"), False), (("--seed", "0"), False),
 ])
 def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change, differs):
     folder, _ = trained
@@ -329,26 +328,10 @@ def test_candidates_in_one_row_score_as_each_alone_and_see_nothing_of_each_other
     assert changed[1:] == pytest.approx(together[1:], abs=1e-5)
 
 
-@pytest.mark.parametrize("reference", ["privileged", "plain"])
-def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by_one(trained, reference):
+def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by_one(trained):
     folder, _ = trained
-    critic = train_critic.Critic(str(folder / "critic"), "cpu", reference)
+    critic = train_critic.Critic(str(folder / "critic"), "cpu")
     whole = episode("t", 1.0, texts=("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x"))
     single = [critic.score(whole["task"], messages, [whole["dialogue_history"][2 * turn + 1]["content"]], [True])[0]
               for _, turn, messages in train_critic.states_of([whole])]
     assert critic.score_dialogue(whole) == pytest.approx(single, abs=1e-5) and len(single) == 3
-
-
-def test_a_reference_that_does_not_see_the_solution_scores_the_turns_that_the_critic_kept(trained):
-    folder, _ = trained
-    critic = train_critic.Critic(str(folder / "critic"), "cpu", "plain")
-    whole = episode("t", 1.0, texts=("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x"))
-    critic.max_length = len(train_critic.dialogue_row(critic.tokenizer, whole, "ground_truth", 10**4)[0].ids) - 1
-    row, dropped = train_critic.dialogue_row(critic.tokenizer, whole, "ground_truth", critic.max_length, None, "plain")
-    assert dropped == 1 and (row.turns, row.plain.turns) == (2, 3)
-    bare, _ = train_critic.dialogue_row(critic.tokenizer, whole, "none", 10**4)
-    train_critic.score_rows(critic.reference_model, [row, bare], join_processes(always=True))
-    assert row.reference == pytest.approx(bare.reference[1:], abs=1e-4)
-    sums, counts = forward_turns(critic.model, [row], "cpu")
-    expected = advantage(sums, torch.tensor([row.reference]), counts)[0].tolist()
-    assert critic.score_dialogue(whole) == [None, *(pytest.approx(value, abs=1e-4) for value in expected)]

@@ -191,7 +191,7 @@ def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_pat
 @pytest.mark.parametrize("more, same", [
     (("--share", "none"), True), (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing",), True),
     (("--pairing", "best_worst"), False), (("--pairing", "random"), False), (("--nll", "1"), False),
-    (("--pairs_per_state", "1"), False), (("--min_gap", "0.01"), False),
+    (("--pairs_per_state", "1"), False), (("--min_gap", "1"), False),
 ])
 def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(trained, tiny, tmp_path, more, same):
     run_script("train_policy.py", *flags("sweet", trained, tiny(), tmp_path / "again", "--candidates",
@@ -210,12 +210,22 @@ def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
         assert (len(items) < report["pairs"]) == (share == "state")
 
 
-def test_the_plain_reference_changes_the_ranking_and_the_critics_own_is_the_default(trained):
+def test_the_least_gap_of_a_pair_means_the_same_for_advantages_on_any_scale(trained):
+    rows = train_policy.read_candidates(trained / "sweet/candidates.jsonl")
+    args = train_policy.parse_args(["--method", "sweet", "--episodes", "x", "--model", "x", "--output", "x", "--candidates",
+                                    "x", "--min_gap", "1"])
+    pairs = train_policy.candidate_items(byte_tokenizer(), rows, args)[1]["pairs"]
+    larger = [row | {"advantages": [1024 * value for value in row["advantages"]]} for row in rows]
+    assert train_policy.candidate_items(byte_tokenizer(), larger, args)[1]["pairs"] == pairs > 0
+    args.min_gap = 0.0
+    assert train_policy.candidate_items(byte_tokenizer(), rows, args)[1]["pairs"] > pairs
+
+
+def test_the_plain_reference_changes_the_ranking(trained):
     task, texts = episode("t", 1.0)["task"], ["aa", "b", "cccc"]
-    trained_with, privileged, plain = (
-        train_critic.Critic(str(trained / "critic"), "cpu", reference).score(task, dialogue("t"), texts, [True] * 3)
-        for reference in (None, "privileged", "plain"))
-    assert trained_with == privileged != pytest.approx(plain, abs=1e-3)
+    scores = [train_critic.Critic(str(trained / "critic"), "cpu", reference).score(task, dialogue("t"), texts, [True] * 3)
+              for reference in ("privileged", "plain")]
+    assert scores[0] != pytest.approx(scores[1], abs=1e-3)
 
 
 @pytest.mark.parametrize("method", ["mtdpo", "rft", "sft"])

@@ -160,8 +160,7 @@ def save_critic(folder, tiny_vision, privileged):
     torch.manual_seed(1)
     torch.nn.init.normal_(model.score.weight)
     folder.mkdir()
-    flags = {"head": "value", "normalise": "turn", "privileged": privileged, "reference": "privileged", "max_length": 2000,
-             "model": tiny_vision}
+    flags = {"head": "value", "normalise": "turn", "privileged": privileged, "max_length": 2000, "model": tiny_vision}
     (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     train_critic.save_checkpoint(folder, model, colbench.load_processor(tiny_vision), None, Process(0, 1, "cpu"))
     return model.eval()
