@@ -16,7 +16,7 @@ CRITIC=("${BATCH[@]}" "${PAIRS[@]}" "${CREDIT[@]}" --lr 2e-4 --epochs 2)
 SWEET=("${BATCH[@]}" "${STATES[@]}" --method sweet --data_fraction 1 --share state --max_new_tokens "$TOKENS"
        --sampling_batch_size 256 --lr 3e-4 --beta 0.3 --nll 3 --epochs 2)
 MTDPO=("${BATCH[@]}" "${PAIRS[@]}" --method mtdpo --lr 3e-4 --nll 3 --epochs 2)
-RFT=("${BATCH[@]}" --method rft --lr 3e-4 --epochs 3)
+RFT=("${BATCH[@]}" --method rft --lr 1e-3 --epochs 3)
 
 collect() { # MODEL SEED EPISODES
   python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py --tasks "toy:$DOMAIN:train" --agent "$1" \
