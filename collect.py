@@ -29,6 +29,7 @@ import platform
 import signal
 import sys
 import typing
+from collections import Counter
 from pathlib import Path
 
 from colbench import (
@@ -265,6 +266,21 @@ def judged(dialogues, referee, rules, agent):
         }
 
 
+def count(totals, episode):
+    """Add an episode to the counts that `summary` tells."""
+    if episode["error"]:
+        totals["failed"] += 1
+    else:
+        totals.update(played=1, tested=episode["success"] is not None, passed=bool(episode["success"]),
+                      reward=episode["reward"])
+
+
+def summary(totals):
+    """Mean success, which pages do not have, and mean reward."""
+    success = f"success {totals['passed'] / totals['tested']:.3f}, " if totals["tested"] else ""
+    return f"{success}reward {totals['reward'] / max(1, totals['played']):.3f}"
+
+
 def final_answer(dialogue):
     """The answer to judge. In the frontend domain an answer without a page stands for the last page that was shown."""
     return graded_page(dialogue.answer, dialogue.history) if dialogue.task["domain"] == "frontend" else dialogue.answer
@@ -358,16 +374,16 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
             and (job[0]["task_id"], job[1]) not in store.rows]
     if mine:
         agent, human, referee, rules = load_rollout(args, tasks, process)
-        solved = [row["reward"] for row in store.rows.values()]
+        totals = Counter()
+        for episode in store.rows.values():
+            count(totals, episode)
         with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
                            disable=process.hide_bar) as bar:
             for episode in rollout(mine, choose(agent), human, referee, rules, args.batch_size):
                 store.append(episode | {"agent": args.agent, "human": args.human})
-                if not episode["error"]:
-                    solved.append(episode["reward"])
+                count(totals, episode)
                 bar.update(process.world)
-                bar.set_postfix_str(f"success {sum(r == 1 for r in solved) / max(1, len(solved)):.3f}, "
-                                    f"reward {sum(solved) / max(1, len(solved)):.3f}", refresh=False)
+                bar.set_postfix_str(summary(totals), refresh=False)
     return process.finish(store, [(task["task_id"], sample) for task, sample in jobs])
 
 
@@ -377,12 +393,13 @@ def main(args):
     claim_output(f"{args.output}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process)
     episodes = collect(tasks, args.samples_per_task, args, process, args.output)
     if process.leads:
-        failed = [episode for episode in episodes if episode["error"]]
-        rewards = [episode["reward"] for episode in episodes if not episode["error"]]
-        print(f"{args.output}: {len(episodes)} episodes, success {sum(r == 1 for r in rewards) / max(1, len(rewards)):.3f},"
-              f" reward {sum(rewards) / max(1, len(rewards)):.3f}, {len(failed)} failed")
-        if failed:
-            print(f"First failure: {failed[0]['error']}\nGive the same command again to retry the failed ones.")
+        totals = Counter()
+        for episode in episodes:
+            count(totals, episode)
+        print(f"{args.output}: {len(episodes)} episodes, {summary(totals)}, {totals['failed']} failed")
+        if totals["failed"]:
+            first = next(episode["error"] for episode in episodes if episode["error"])
+            print(f"First failure: {first}\nGive the same command again to retry the failed ones.")
 
 
 if __name__ == "__main__":

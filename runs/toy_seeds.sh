@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 N=${1:-5} ROOT=${ROOT:-runs/out/seeds}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for seed in $(seq 0 $((N - 1))); do
   export SEED=$seed OUT=$ROOT/$seed
   [ -f "$OUT/report.html" ] || runs/toy.sh
@@ -15,7 +16,6 @@ python - "$ROOT" <<'END'
 import argparse, json, sys
 from pathlib import Path
 from evaluate import compare, lines_of, policy_table, read_policies, score
-
 root = Path(sys.argv[1])
 names = "base single_turn rft mtdpo sweet sweet_no_privileged sweet_no_normalise sweet_value_head sweet_round2".split()
 policies = read_policies([f"{name}={path}" for name in names for path in sorted(root.glob(f"[0-9]*/**/{name}.jsonl"))])
