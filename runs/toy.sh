@@ -27,6 +27,6 @@ baselines() {
 }
 sweet & baselines; wait $!
 # 4. the table and the report
-python evaluate.py --episodes "$OUT"/test/{sweet/sweet,mtdpo/mtdpo,rft/rft}.jsonl --against "$OUT"/test/base/base.jsonl \
-  "$OUT"/test/single_turn/single_turn.jsonl --critic "$OUT/critic" --output "$OUT/test" --report "$OUT/report.html" \
-  --metrics "$OUT"/{critic,sweet,mtdpo,rft}/metrics.jsonl
+python evaluate.py --episodes "$OUT"/test/sweet/sweet.jsonl \
+  --against "$OUT"/test/{mtdpo/mtdpo,rft/rft,base/base,single_turn/single_turn}.jsonl \
+  --critic "$OUT/critic" --output "$OUT/test" --report "$OUT/report.html" --metrics "$OUT"/{critic,sweet,mtdpo,rft}/metrics.jsonl
