@@ -237,6 +237,22 @@ def test_each_baseline_learns_what_it_should(trained, tiny, tmp_path, method):
         assert lines[0]["train/margin"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.parametrize("method", ["mtdpo", "rft", "sft"])
+def test_no_baseline_reads_the_solution_unless_it_is_asked_to(tmp_path, method):
+    tokenizer, episodes = byte_tokenizer(), [episode("t", 1.0), episode("t", 0.0, 1)]
+
+    def read(*more):
+        args = train_policy.parse_args(["--method", method, "--episodes", "x", "--model", "x", "--output", "x", *more])
+        items, _ = train_policy.method_items(tokenizer, episodes, args, None)
+        return [tokenizer.decode(row.ids) for item in items for row in item.rows]
+
+    solution = episodes[0]["task"]["ground_truth"]
+    assert read() and not any(solution in text for text in read())
+    if method == "sft":
+        (tmp_path / "informed.jsonl").write_text(json.dumps(episodes[0]) + "\n")
+        assert sum(solution in text for text in read("--privileged_episodes", str(tmp_path / "informed.jsonl"))) == 1
+
+
 def test_supervised_training_weighs_every_token_alike_however_long_its_dialogue():
     tokenizer = byte_tokenizer()
     model, sums, length = tiny_model(tokenizer), 0.0, 0
