@@ -163,6 +163,7 @@ def test_best_vs_rest_needs_a_full_pass_and_pairs_it_with_all_worse_ones():
     assert pair_episodes([episode("t", 0.9), episode("t", 0.1)]) == []
     assert len(pair_episodes(group, "all")) == 5
     assert len(pair_episodes(group, "all", margin=0.6)) == 2
+    assert pair_episodes(group, margin=0.6) == [(group[1], group[3])]
 
 
 def test_held_out_tasks_are_whole_and_seeded():
