@@ -206,6 +206,20 @@ def test_samples_follow_the_model_distribution():
     assert torch.allclose(shares, (logits[0] / 0.7).softmax(-1), atol=0.01)
 
 
+def test_each_token_of_a_sample_is_drawn_with_a_number_of_its_own():
+    sampler = speaker(max_new_tokens=12)
+    ids = colbench.encode_prompt(sampler.tokenizer, CONVERSATIONS[0])
+    said, uniform, start = sampler.speak([CONVERSATIONS[0]], n=2, seeds=[5])[0], colbench.uniform_numbers([5], 2, 12), len(ids)
+    for sample in range(2):
+        longer = torch.tensor([ids])
+        for step in range(12):  # the whole prefix again for each token
+            logits = sampler.model(longer).logits[:, -1]
+            longer = torch.cat([longer, colbench.pick_tokens(logits, uniform[[sample], step], 1.0)[:, None]], 1)
+            if longer[0, -1].item() in sampler.stops:
+                break
+        assert said[sample].text == sampler.tokenizer.decode(longer[0, start:], skip_special_tokens=True).strip()
+
+
 def test_greedy_equals_the_generate_of_transformers():
     greedy = speaker(temperature=0, max_new_tokens=20)
     ids = colbench.encode_prompt(greedy.tokenizer, CONVERSATIONS[0])

@@ -199,6 +199,21 @@ def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(train
     assert same_weights(trained / "sweet", tmp_path / "again", 1e-5) == same
 
 
+@pytest.mark.parametrize("share", ["state", "pair", "none"])
+def test_the_chosen_turn_of_every_pair_is_the_text_of_the_greater_advantage(share):
+    tokenizer, worth = byte_tokenizer(), {"aa": 0.1, "b": 0.9, "cccc": 0.3, "ddd": 0.5, "e": 0.2, "ff": 0.8}
+    row = {"task_id": "t", "sample": 0, "turn": 0, "messages": dialogue("t"), "candidates": list(worth),
+           "finished": [True] * 6, "advantages": list(worth.values())}
+    args = train_policy.parse_args(["--method", "sweet", "--episodes", "x", "--model", "x", "--output", "x", "--candidates",
+                                    "x", "--share", share, "--pairing", "random", "--pairs_per_state", "99"])
+    pairs = []
+    for item in train_policy.candidate_items(tokenizer, [row], args)[0]:
+        texts = [tokenizer.decode([i for i, t in zip(part.ids, part.turn_index, strict=True) if t == turn],
+                                  skip_special_tokens=True) for part in item.rows for turn in range(part.turns)]
+        pairs += [(texts[chosen], texts[rejected]) for chosen, rejected in item.pairs]
+    assert len(set(pairs)) == 15 and all(worth[chosen] > worth[rejected] for chosen, rejected in pairs)
+
+
 def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
     rows = train_policy.read_candidates(trained / "sweet/candidates.jsonl")
     for share, expected in (("state", 1), ("pair", 1), ("none", 2)):
