@@ -167,6 +167,22 @@ def test_templates_that_do_not_nest_are_refused_for_training_and_missing_ones_al
         end_of_turn(bare)
 
 
+@pytest.mark.parametrize("reply_chars, domain, expected", [(None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
+def test_replies_of_the_human_are_cut_at_the_limit_of_the_domain_or_the_flag(reply_chars, domain, expected):
+    from collect import Dialogue, Rules, human_turn
+
+    class Wordy:
+        def speak(self, conversations, **options):
+            return [[Utterance("x" * 2000, True)] for _ in conversations]
+
+        def human_view(self, *dialogue):
+            return []
+
+    dialogue = Dialogue({"task_id": "t", "domain": domain}, 0, DIALOGUE[:2])
+    human_turn([dialogue], Wordy(), Rules(None, None, 10, reply_chars, 0), Wordy())
+    assert dialogue.history[2] == {"role": "user", "content": "x" * expected}
+
+
 # -----------------------------------------------------------------------------
 # The local speaker
 
