@@ -167,7 +167,8 @@ def test_templates_that_do_not_nest_are_refused_for_training_and_missing_ones_al
         end_of_turn(bare)
 
 
-@pytest.mark.parametrize("reply_chars, domain, expected", [(None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
+@pytest.mark.parametrize("reply_chars, domain, expected", [(None, "backend", 400), (None, "frontend", 1000),
+                                                           (50, "backend", 50)])
 def test_replies_of_the_human_are_cut_at_the_limit_of_the_domain_or_the_flag(reply_chars, domain, expected):
     from collect import Dialogue, Rules, human_turn
 
