@@ -235,6 +235,13 @@ def test_the_first_step_starts_from_the_reference(trained):
     assert first["train/loss"] == pytest.approx(math.log(2) + 0.01 * first["train/nll"], abs=1e-5)
 
 
+def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth():
+    args = types.SimpleNamespace(lr=1.0, warmup=0.1)
+    rates = [train_critic.learning_rate(step, 100, args) for step in range(101)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)]) and rates[10] == max(rates) == 1.0
+    assert rates[11:] == sorted(rates[11:], reverse=True) and rates[100] == pytest.approx(0.1)
+
+
 def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
     from colbench import load_model
     from collect import Process
