@@ -266,13 +266,13 @@ def judged(dialogues, referee, rules, agent):
         }
 
 
-def count(totals, episode):
-    """Add an episode to the counts that `summary` tells."""
-    if episode["error"]:
-        totals["failed"] += 1
-    else:
-        totals.update(played=1, tested=episode["success"] is not None, passed=bool(episode["success"]),
-                      reward=episode["reward"])
+def count(totals, episodes):
+    """Add episodes to the counts that `summary` tells; one with an error has no outcome. Returns the counts."""
+    for episode in episodes:
+        if not episode["error"]:
+            totals.update(played=1, tested=episode["success"] is not None, passed=bool(episode["success"]),
+                          reward=episode["reward"])
+    return totals
 
 
 def summary(totals):
@@ -374,16 +374,13 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
             and (job[0]["task_id"], job[1]) not in store.rows]
     if mine:
         agent, human, referee, rules = load_rollout(args, tasks, process)
-        totals = Counter()
-        for episode in store.rows.values():
-            count(totals, episode)
+        totals = count(Counter(), store.rows.values())
         with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
                            disable=process.hide_bar) as bar:
             for episode in rollout(mine, choose(agent), human, referee, rules, args.batch_size):
                 store.append(episode | {"agent": args.agent, "human": args.human})
-                count(totals, episode)
                 bar.update(process.world)
-                bar.set_postfix_str(summary(totals), refresh=False)
+                bar.set_postfix_str(summary(count(totals, [episode])), refresh=False)
     return process.finish(store, [(task["task_id"], sample) for task, sample in jobs])
 
 
@@ -393,13 +390,10 @@ def main(args):
     claim_output(f"{args.output}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process)
     episodes = collect(tasks, args.samples_per_task, args, process, args.output)
     if process.leads:
-        totals = Counter()
-        for episode in episodes:
-            count(totals, episode)
-        print(f"{args.output}: {len(episodes)} episodes, {summary(totals)}, {totals['failed']} failed")
-        if totals["failed"]:
-            first = next(episode["error"] for episode in episodes if episode["error"])
-            print(f"First failure: {first}\nGive the same command again to retry the failed ones.")
+        failures = [episode["error"] for episode in episodes if episode["error"]]
+        print(f"{args.output}: {len(episodes)} episodes, {summary(count(Counter(), episodes))}, {len(failures)} failed")
+        if failures:
+            print(f"First failure: {failures[0]}\nGive the same command again to retry the failed ones.")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 export OMP_NUM_THREADS=1
 DOMAIN=${DOMAIN:-backend} SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
-  SUFFIX= BASE=toy/base TASKS=${TASKS:-1500} SAMPLES=6 TEST=${TEST:-500} TOKENS=64 PAIRS=()
+  SUFFIX= BASE=toy/base TASKS=${TASKS:-1500} SAMPLES=6 TEST=${TEST:-500} TOKENS=64
+  PAIRS=(--pairs best_vs_rest) # the default, spelled out: bash before 4.4 takes an empty array for an unset one
   CREDIT=(--beta 30 --nll 0.02)
   STATES=(--states successes --states_per_task 4 --min_gap 1)
 else
