@@ -130,6 +130,11 @@ def test_no_candidate_sees_another():
 # The script
 
 
+def parsed(method, *more):
+    """The flags of a run without files, for what is tested inside this process."""
+    return train_policy.parse_args(["--method", method, "--episodes", "x", "--model", "x", "--output", "x", *more])
+
+
 def flags(method, folder, model, output, *more):
     return ["--method", method, "--episodes", folder / "episodes.jsonl", "--model", model, "--output", output,
             "--batch_size", 4, "--lr", 1e-3, "--max_length", 600, "--epochs", 1, *more]
@@ -204,8 +209,7 @@ def test_the_chosen_turn_of_every_pair_is_the_text_of_the_greater_advantage(shar
     tokenizer, worth = byte_tokenizer(), {"aa": 0.1, "b": 0.9, "cccc": 0.3, "ddd": 0.5, "e": 0.2, "ff": 0.8}
     row = {"task_id": "t", "sample": 0, "turn": 0, "messages": dialogue("t"), "candidates": list(worth),
            "finished": [True] * 6, "advantages": list(worth.values())}
-    args = train_policy.parse_args(["--method", "sweet", "--episodes", "x", "--model", "x", "--output", "x", "--candidates",
-                                    "x", "--share", share, "--pairing", "random", "--pairs_per_state", "99"])
+    args = parsed("sweet", "--candidates", "x", "--share", share, "--pairing", "random", "--pairs_per_state", "99")
     pairs = []
     for item in train_policy.candidate_items(tokenizer, [row], args)[0]:
         texts = [tokenizer.decode([i for i, t in zip(part.ids, part.turn_index, strict=True) if t == turn],
@@ -217,8 +221,7 @@ def test_the_chosen_turn_of_every_pair_is_the_text_of_the_greater_advantage(shar
 def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
     rows = train_policy.read_candidates(trained / "sweet/candidates.jsonl")
     for share, expected in (("state", 1), ("pair", 1), ("none", 2)):
-        args = train_policy.parse_args(["--method", "sweet", "--episodes", "x", "--model", "x", "--output", "x", "--candidates",
-                                        "x", "--share", share])
+        args = parsed("sweet", "--candidates", "x", "--share", share)
         items, report = train_policy.candidate_items(byte_tokenizer(), rows, args)
         assert all(len(item.rows) == expected for item in items)
         assert sum(len(item.pairs) for item in items) == report["pairs"]
@@ -227,8 +230,7 @@ def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
 
 def test_the_least_gap_of_a_pair_means_the_same_for_advantages_on_any_scale(trained):
     rows = train_policy.read_candidates(trained / "sweet/candidates.jsonl")
-    args = train_policy.parse_args(["--method", "sweet", "--episodes", "x", "--model", "x", "--output", "x", "--candidates",
-                                    "x", "--min_gap", "1"])
+    args = parsed("sweet", "--candidates", "x", "--min_gap", "1")
     pairs = train_policy.candidate_items(byte_tokenizer(), rows, args)[1]["pairs"]
     larger = [row | {"advantages": [1024 * value for value in row["advantages"]]} for row in rows]
     assert train_policy.candidate_items(byte_tokenizer(), larger, args)[1]["pairs"] == pairs > 0
@@ -257,7 +259,7 @@ def test_no_baseline_reads_the_solution_unless_it_is_asked_to(tmp_path, method):
     tokenizer, episodes = byte_tokenizer(), [episode("t", 1.0), episode("t", 0.0, 1)]
 
     def read(*more):
-        args = train_policy.parse_args(["--method", method, "--episodes", "x", "--model", "x", "--output", "x", *more])
+        args = parsed(method, *more)
         items, _ = train_policy.method_items(tokenizer, episodes, args, None)
         return [tokenizer.decode(row.ids) for item in items for row in item.rows]
 
@@ -273,7 +275,7 @@ def test_supervised_training_weighs_every_token_alike_however_long_its_dialogue(
     model, sums, length = tiny_model(tokenizer), 0.0, 0
     items = [train_policy.Item([train_policy.whole(train_critic.encode_row(tokenizer, messages, [True] * 3, 999)[0])], [1.0])
              for messages in (dialogue("task", "a"), dialogue("task", "what is it?", "this", "a much longer answer"))]
-    args = train_policy.parse_args(["--method", "sft", "--episodes", "x", "--model", "x", "--output", "x"])
+    args = parsed("sft")
     for item in items:
         turns, counts = turn_scores(model, item.rows, "cpu")
         sums, length = sums + turns.sum().item(), length + counts.sum().item()
@@ -288,7 +290,7 @@ def test_rft_takes_successes_only_and_sft_everything(trained):
     episodes = train_critic.load_episodes([trained / "episodes.jsonl"])[0]
     sizes = {}
     for method in ("rft", "sft"):
-        args = train_policy.parse_args(["--method", method, "--episodes", "x", "--model", "x", "--output", "x"])
+        args = parsed(method)
         items, _ = train_policy.method_items(tokenizer, episodes, args, None)
         sizes[method] = len(items)
         assert all(set(item.rows[0].turn_index) == {-1, 0} for item in items)
