@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -325,19 +326,26 @@ def group_by_task(episodes):
     return groups
 
 
-def pair_episodes(group, rule="best_vs_rest", margin=0.0):
+def succeeded(episode, success_reward):
+    """Whether the episode's answer passed all tests; a page has none, and needs `success_reward`."""
+    return episode["reward"] >= success_reward if episode["success"] is None else episode["success"]
+
+
+def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=0.9):
     """(chosen, rejected) episodes of one task.
 
     best_vs_rest (official code): the first best episode against all that are worse; backend tasks only if the best one
-    passes every test. all: every two episodes of different outcome. Frontend pairs differ by at least `margin`.
+    passes every test. success_vs_failure: every success against every failure. all: every two episodes of different
+    outcome. Frontend pairs differ by at least `margin`.
     """
-    if rule == "all":
-        return [(a, b) for a in group for b in group if a["reward"] > b["reward"] and a["reward"] - b["reward"] >= margin]
     best = max(group, key=lambda episode: episode["reward"])
-    if best["task"]["domain"] == "backend" and not best["success"]:
-        return []
-    return [(best, other) for other in group if best["reward"] > other["reward"]
-            and best["reward"] - other["reward"] >= margin]
+    if rule == "best_vs_rest":
+        chosen, rejected = [best] if best["success"] or best["task"]["domain"] != "backend" else [], group
+    elif rule == "success_vs_failure":
+        chosen, rejected = ([e for e in group if succeeded(e, success_reward) == wanted] for wanted in (True, False))
+    else:
+        chosen, rejected = group, group
+    return [(a, b) for a in chosen for b in rejected if a["reward"] > b["reward"] and a["reward"] - b["reward"] >= margin]
 
 
 def split_tasks(groups, holdout, seed):
@@ -367,23 +375,38 @@ class Item:
 
     rows: list
     rewards: list
-    pairs: list = ((0, 1),)  # (chosen, rejected); what they number is the objective's business
+    pairs: list = ((0, 1),)  # (chosen, rejected) among the item's rows, or its turns: the objective's business
+
+
+def numbered_pairs(items, sizes):
+    """The pairs of all items, numbered through: each item begins after the `sizes` of those before it. (B, 2)"""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [(start + a, start + b) for start, item in zip(starts, items, strict=False) for a, b in item.pairs]
+
+
+def mean_by_item(values, items):
+    """(B,) -> (items,): the mean over each item's pairs."""
+    return torch.stack([part.mean() for part in values.split([len(item.pairs) for item in items])])
 
 
 def pair_items(tokenizer, groups, names, args, privileged, sight=None):
-    """(items, report) of the tasks `names`: one item a pair of episodes; rows are shared by the pairs of a task."""
+    """(items, report) of the tasks `names`: an item is a pair of episodes, or with `--share state` all pairs of a task."""
     items, report = [], {"pairs": 0, "tasks_with_pairs": 0, "tasks_without": 0, "turns_dropped": 0, "too_long": 0}
     for name in names:
-        pairs = pair_episodes(groups[name], args.pairs, args.margin)
+        pairs = pair_episodes(groups[name], args.pairs, args.margin, args.success_reward)
         report["tasks_with_pairs" if pairs else "tasks_without"] += 1
         rows = {}
         for episode in {id(e): e for pair in pairs for e in pair}.values():
             rows[id(episode)], dropped = dialogue_row(tokenizer, episode, privileged, args.max_length, sight)
             report["turns_dropped"] += dropped if rows[id(episode)] else 0
             report["too_long"] += rows[id(episode)] is None
-        items += [Item([rows[id(a)], rows[id(b)]], [a["reward"], b["reward"]]) for a, b in pairs
-                  if rows[id(a)] and rows[id(b)]]
-    report["pairs"] = len(items)
+        pairs = [(a, b) for a, b in pairs if rows[id(a)] and rows[id(b)]]
+        for wanted in ([pairs] if args.share == "state" and pairs else [[pair] for pair in pairs]):
+            used = {id(e): e for pair in wanted for e in pair}
+            place = {key: number for number, key in enumerate(used)}
+            items.append(Item([rows[key] for key in used], [e["reward"] for e in used.values()],
+                              [(place[id(a)], place[id(b)]) for a, b in wanted]))
+        report["pairs"] += len(pairs)
     return items, report
 
 
@@ -679,24 +702,23 @@ def is_complete(output, process):
 
 
 def critic_objective(model, items, args, device):
-    """Losses and metrics of a micro-batch of episode pairs, (B,) each."""
+    """Losses and metrics of a micro-batch, (items,) each: means over an item's pairs of episodes."""
     rows = [row for item in items for row in item.rows]
+    chosen, rejected = torch.tensor(numbered_pairs(items, [len(item.rows) for item in items]), device=device).unbind(1)
     if args.head == "value":
         values, exists = turn_scores(model, rows, device, args.micro_batch_size, forward_values)
         rewards = torch.tensor([reward for item in items for reward in item.rewards], device=device)
-        losses = value_loss(values, rewards, exists)
-        best, worst = ((values * exists).sum(1) / exists.sum(1)).view(-1, 2).unbind(1)
-        return {"train/loss": (losses[0::2] + losses[1::2]) / 2, "train/accuracy": (best > worst).float()}
-    sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
-    advantages = advantage(sums, reference_tensor(rows, sums), counts, args.normalise)
-    chosen, rejected = advantages[0::2], advantages[1::2]
-    nll = -sums[0::2].sum(1) / counts[0::2].sum(1)
-    return {
-        "train/loss": critic_loss(chosen, rejected, args.beta) + args.nll * nll,
-        "train/accuracy": (chosen.sum(1) > rejected.sum(1)).float(),
-        "train/margin": chosen.sum(1) - rejected.sum(1),
-        "train/nll": nll,
-    }
+        losses, worth = value_loss(values, rewards, exists), (values * exists).sum(1) / exists.sum(1)
+        metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
+                   "train/accuracy": (worth[chosen] > worth[rejected]).float()}
+    else:
+        sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
+        advantages = advantage(sums, reference_tensor(rows, sums), counts, args.normalise)
+        margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
+        nll = (-sums.sum(1) / counts.sum(1))[chosen]
+        metrics = {"train/loss": critic_loss(advantages[chosen], advantages[rejected], args.beta) + args.nll * nll,
+                   "train/accuracy": (margin > 0).float(), "train/margin": margin, "train/nll": nll}
+    return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
 
 def turn_advantages(model, rows, args, process):
@@ -726,12 +748,12 @@ def holdout_metrics(model, items, args, process):
         return {}
     rows = [row for item in items for row in item.rows]
     scored = turn_advantages(model, rows, args, process)
-    totals = numpy.array([sum(advantages) for advantages, _ in scored])
-    margins = totals[0::2] - totals[1::2]
-    flat = [(a, c, turn == row.turns - 1 and row.answered, number % 2) for number, (row, (advantages, counts)) in
-            enumerate(zip(rows, scored, strict=True)) for turn, (a, c) in enumerate(zip(advantages, counts, strict=True))]
+    pairs = numbered_pairs(items, [len(item.rows) for item in items])
+    margins = numpy.array([sum(scored[chosen][0]) - sum(scored[rejected][0]) for chosen, rejected in pairs])
+    flat = [(a, c, turn == rows[number].turns - 1 and rows[number].answered, side) for pair in pairs
+            for side, number in enumerate(pair) for turn, (a, c) in enumerate(zip(*scored[number], strict=True))]
     values, lengths, answers, rejected = (numpy.array(column, dtype=float) for column in zip(*flat, strict=True))
-    metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(items),
+    metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(pairs),
                "holdout/loss": float(numpy.logaddexp(0, -args.beta * margins).mean())}
     if lengths.std() > 0 and values.std() > 0:
         metrics["holdout/length_correlation"] = float(numpy.corrcoef(values, lengths)[0, 1])
@@ -888,7 +910,9 @@ def add_training_flags(parser, epochs):
     parser.add_argument("--episodes", nargs="+", required=True, help="episode files of collect.py, or official ones")
     parser.add_argument("--model", required=True, help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="checkpoint directory to write")
-    parser.add_argument("--pairs", choices=("best_vs_rest", "all"), default="best_vs_rest", help="pairs of episodes")
+    parser.add_argument("--pairs", choices=("best_vs_rest", "success_vs_failure", "all"), default="best_vs_rest",
+                        help="which episodes of a task are paired")
+    parser.add_argument("--success_reward", type=float, default=0.9, help="least reward of a page that counts as a success")
     parser.add_argument("--margin", type=float, default=0.0, help="least difference of reward in a pair (frontend: 0.1)")
     parser.add_argument("--max_length", type=int, default=8192, help="tokens of a dialogue; longer ones lose oldest turns")
     # algorithm: the defaults are the paper's Table 5
@@ -917,6 +941,8 @@ def parse_args(argv=None):
                         help="mean over the turn's tokens (paper), over the trajectory's (official code), or the sum")
     parser.add_argument("--head", choices=("logratio", "value"), default="logratio",
                         help="advantage as log-ratio (paper), or a regression head on the outcome")
+    parser.add_argument("--share", choices=("state", "pair"), default="pair", help="state: a task's dialogues, which start from"
+                        " one state, are computed once for all their pairs, which are then in the same step")
     parser.add_argument("--holdout", type=float, default=0.05, help="share of tasks to report on and not to train on")
     args = parser.parse_args(argv)
     check_training_flags(args)
@@ -927,7 +953,7 @@ def check_training_flags(args):
     for name in ("batch_size", "micro_batch_size", "epochs", "max_length", "save_every", "max_steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
-    for name in ("lr", "beta", "nll", "margin", "max_norm"):
+    for name in ("lr", "beta", "nll", "margin", "max_norm", "success_reward"):
         if not 0 <= getattr(args, name) < math.inf:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
     for name in ("warmup", "holdout"):

@@ -36,7 +36,6 @@ from collect import claim_output, join_processes, launch
 from train_critic import (
     Critic,
     Item,
-    Row,
     add_training_flags,
     check_training_flags,
     dialogue_row,
@@ -44,6 +43,8 @@ from train_critic import (
     is_complete,
     load_episodes,
     load_trainable,
+    mean_by_item,
+    numbered_pairs,
     packed_rows,
     pair_items,
     reference_tensor,
@@ -51,6 +52,7 @@ from train_critic import (
     score_rows,
     shard,
     states_of,
+    succeeded,
     train,
     turn_scores,
 )
@@ -95,11 +97,6 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
 # Candidates: sampled from the policy, ranked by the critic
 
 
-def succeeded(episode, args):
-    """Whether the episode's answer passed all tests; a page has none, and needs --success_reward."""
-    return episode["reward"] >= args.success_reward if episode["success"] is None else episode["success"]
-
-
 def candidate_key(row):
     return row["task_id"], row["sample"], row["turn"]
 
@@ -123,7 +120,7 @@ def sample_candidates(states, keys, args, process):
     if mine:
         policy = load_speaker(args.sampler or args.model, "agent", args.sampler_model, args.temperature,
                               args.max_new_tokens, args.sampling_batch_size, process.device)
-    chunk = max(1, args.sampling_batch_size // args.num_candidates)
+    chunk = max(1, 8 * args.sampling_batch_size // args.num_candidates)  # the speaker batches states of like length
     for start in tqdm(range(0, len(mine), chunk), desc="sampling", disable=process.hide_bar):
         numbers = mine[start:start + chunk]
         spoken = policy.speak([states[n][2] for n in numbers], args.num_candidates,
@@ -142,7 +139,7 @@ def rank_candidates(episodes, args, process):
     from tqdm import tqdm
 
     if args.states == "successes":
-        episodes = [episode for episode in episodes if succeeded(episode, args)]
+        episodes = [episode for episode in episodes if succeeded(episode, args.success_reward)]
     states = list(states_of(episodes))
     if args.states_per_task:
         states = few_per_task(states, args.states_per_task, args.seed)
@@ -227,11 +224,6 @@ def candidate_items(tokenizer, rows, args):
     return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "skipped": skipped}
 
 
-def whole(row):
-    """The row with all its agent tokens as one turn: multi-turn DPO and supervised training do not tell turns apart."""
-    return row and Row(row.ids, [min(turn, 0) for turn in row.turn_index], 1)
-
-
 def dialogue_items(tokenizer, episodes, args, privileged="none"):
     """One item per episode, for supervised training."""
     items, report = [], {"episodes": 0, "turns_dropped": 0, "too_long": 0}
@@ -240,7 +232,7 @@ def dialogue_items(tokenizer, episodes, args, privileged="none"):
         report["turns_dropped"] += dropped if row else 0
         report["too_long"] += row is None
         if row:
-            items.append(Item([whole(row)], [episode["reward"]]))
+            items.append(Item([row], [episode["reward"]]))
     report["episodes"] = len(items)
     return items, report
 
@@ -257,9 +249,11 @@ def method_items(tokenizer, episodes, args, process):
     if args.method == "mtdpo":
         groups = group_by_task(episodes)
         items, report = pair_items(tokenizer, groups, sorted(groups), args, "none")
-        return [Item([whole(row) for row in item.rows], item.rewards) for item in items], report
+        for row in {id(row): row for item in items for row in item.rows}.values():  # each dialogue is one turn
+            row.turn_index, row.turns = [min(turn, 0) for turn in row.turn_index], 1
+        return items, report
     if args.method == "rft":
-        return dialogue_items(tokenizer, [episode for episode in episodes if succeeded(episode, args)], args)
+        return dialogue_items(tokenizer, [episode for episode in episodes if succeeded(episode, args.success_reward)], args)
     items, report = dialogue_items(tokenizer, episodes, args)
     if args.privileged_episodes:
         informed, more = dialogue_items(tokenizer, load_episodes(args.privileged_episodes)[0], args, "ground_truth")
@@ -275,20 +269,16 @@ def dpo_objective(model, items, args, device):
     """DPO on the items' pairs of turns; each item counts as the mean over its pairs. All metrics (items,)."""
     rows = [row for item in items for row in item.rows]
     sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
-    references = reference_tensor(rows, sums)
-    metrics, start = [], 0
-    for item in items:
-        stop = start + len(item.rows)
-        # the item's turns in order, without the padding of rows that hold fewer turns than others
-        exists = torch.tensor([[turn < row.turns for turn in range(sums.shape[1])] for row in item.rows], device=device)
-        turns, reference, length = (table[start:stop][exists] for table in (sums, references, counts))
-        chosen, rejected = torch.tensor(list(item.pairs), device=device).unbind(1)
-        losses, better, worse = dpo_loss(turns[chosen], turns[rejected], reference[chosen], reference[rejected], args.beta)
-        nll = -turns[chosen] / length[chosen]
-        metrics.append({"train/loss": losses + args.nll * nll, "train/accuracy": (better > worse).float(),
-                        "train/margin": better - worse, "train/chosen_reward": better, "train/nll": nll})
-        start = stop
-    return {name: torch.stack([entry[name].mean() for entry in metrics]) for name in metrics[0]}
+    # the turns of all rows in order, without the padding of rows that hold fewer turns than others
+    exists = torch.tensor([[turn < row.turns for turn in range(sums.shape[1])] for row in rows], device=device)
+    turns, reference, length = (table[exists] for table in (sums, reference_tensor(rows, sums), counts))  # (turns of all,)
+    pairs = numbered_pairs(items, [sum(row.turns for row in item.rows) for item in items])
+    chosen, rejected = torch.tensor(pairs, device=device).unbind(1)
+    losses, better, worse = dpo_loss(turns[chosen], turns[rejected], reference[chosen], reference[rejected], args.beta)
+    nll = -turns[chosen] / length[chosen]
+    metrics = {"train/loss": losses + args.nll * nll, "train/accuracy": (better > worse).float(),
+               "train/margin": better - worse, "train/chosen_reward": better, "train/nll": nll}
+    return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
 
 def supervised_objective(model, items, args, device, mean_length):
@@ -350,7 +340,6 @@ def parse_args(argv=None):
     parser.add_argument("--data_fraction", type=float, default=0.1, help="share of the tasks whose turns are states")
     parser.add_argument("--states", choices=("all", "successes"), default="all",
                         help="turns of which episodes are states; the trained policy's own resemble those of successes")
-    parser.add_argument("--success_reward", type=float, default=0.9, help="least reward of a page that counts as a success")
     parser.add_argument("--states_per_task", type=int, help="draw so many states of each task (default: every turn)")
     parser.add_argument("--num_candidates", type=int, default=16, help="candidates of a state")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
@@ -364,7 +353,7 @@ def parse_args(argv=None):
     parser.add_argument("--pairs_per_state", type=int, default=4, help="pairs drawn from a state's candidates")
     parser.add_argument("--pairing", choices=("halves", "best_worst", "random"), default="halves", help="how pairs are drawn")
     parser.add_argument("--share", choices=("state", "pair", "none"), default="pair",
-                        help="how far candidates share their prompt's computation (README: what each costs)")
+                        help="how far pairs share the computation of what they have in common (README: what each costs)")
     parser.add_argument("--min_gap", type=float, default=0.0,
                         help="a pair's advantages differ by more than so many standard deviations (paper: 0)")
     # supervised
@@ -379,7 +368,7 @@ def parse_args(argv=None):
     for name in ("num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size", "states_per_task"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
-    for name in ("temperature", "success_reward", "min_gap"):
+    for name in ("temperature", "min_gap"):
         if not 0 <= getattr(args, name) < math.inf:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
     if not 0 < args.data_fraction <= 1:

@@ -8,6 +8,8 @@ OUT=${OUT:-runs/out/toy$SUFFIX}
 
 ablation() { # NAME CRITIC_FLAGS...
   critic "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/critic" "${@:2}"
+  mkdir -p "$OUT/$1/policy" # the same candidates, ranked by another critic
+  cp "$OUT/sweet/candidates.sampled.jsonl" "$OUT/$1/policy"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" --critic "$OUT/$1/critic"
   play "$1" "$OUT/$1/policy" "$OUT/test/$1"
 }

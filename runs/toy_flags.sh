@@ -1,23 +1,25 @@
 # Flags of the embedded world's recipes, which source this file; README says how the values were chosen.
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000 # fresh pages cost time
 DOMAIN=${DOMAIN:-backend} SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
-  SUFFIX= BASE=toy/base TASKS=${TASKS:-1500} SAMPLES=6 TEST=${TEST:-500} TOKENS=64
-  PAIRS=(--pairs best_vs_rest) # the default, spelled out: bash before 4.4 takes an empty array for an unset one
-  CREDIT=(--beta 30 --nll 0.02)
-  STATES=(--states successes --states_per_task 4 --min_gap 1)
+  SUFFIX= BASE=toy/base TASKS=${TASKS:-700} SAMPLES=6 TEST=${TEST:-500} TOKENS=64
+  PAIRS=(--pairs success_vs_failure --share state --micro_batch_size 2)
+  CREDIT=(--batch_size 4 --beta 30 --nll 0.02 --lr 5e-5)
+  STATES=(--states successes --states_per_task 8 --min_gap 1)
+  WHOLE=(--batch_size 8 --lr 5e-4)
 else
   SUFFIX=_frontend BASE=toy/base_frontend TASKS=${TASKS:-400} SAMPLES=4 TEST=${TEST:-150} TOKENS=200
-  PAIRS=(--pairs all --margin 0.1)
-  CREDIT=(--beta 3 --nll 0.5)
+  PAIRS=(--pairs all --margin 0.1 --batch_size 32 --micro_batch_size 16)
+  CREDIT=(--beta 3 --nll 0.5 --lr 2e-4)
   STATES=(--states_per_task 2)
+  WHOLE=(--lr 3e-4)
 fi
 BATCH=(--batch_size 32 --micro_batch_size 16)
-CRITIC=("${BATCH[@]}" "${PAIRS[@]}" "${CREDIT[@]}" --lr 2e-4 --epochs 2)
+CRITIC=("${PAIRS[@]}" "${CREDIT[@]}" --epochs 2)
 SWEET=("${BATCH[@]}" "${STATES[@]}" --method sweet --data_fraction 1 --share state --max_new_tokens "$TOKENS"
        --sampling_batch_size 256 --lr 3e-4 --beta 0.3 --nll 3 --epochs 2)
-MTDPO=("${BATCH[@]}" "${PAIRS[@]}" --method mtdpo --lr 3e-4 --nll 3 --epochs 2)
-RFT=("${BATCH[@]}" --method rft --lr 1e-3 --epochs 3)
+MTDPO=("${PAIRS[@]}" "${WHOLE[@]}" --method mtdpo --nll 3 --epochs 2)
+RFT=("${BATCH[@]}" --method rft --lr 1e-3 --epochs 6)
 
 collect() { # MODEL SEED EPISODES
   python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py --tasks "toy:$DOMAIN:train" --agent "$1" \

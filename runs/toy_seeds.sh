@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The whole embedded experiment over N seeds: base, baselines, SWEET-RL, ablations, best of N and a second round. Prints
-# the table and writes runs/out/toy_seeds.json. ONLY=toy leaves ablations, best of N and the second round out.
+# The whole embedded experiment over N seeds, on twice the tasks of `make toy`: base, baselines, SWEET-RL, ablations, best
+# of N and a second round. Prints the table and writes runs/out/toy_seeds.json. ONLY=toy leaves out what comes after SWEET-RL.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 N=${1:-5} ROOT=${ROOT:-runs/out/seeds}
+export TASKS=${TASKS:-1500}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for seed in $(seq 0 $((N - 1))); do
   export SEED=$seed OUT=$ROOT/$seed

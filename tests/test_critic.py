@@ -9,6 +9,7 @@ import torch
 from conftest import byte_tokenizer, run_script, tiny_model
 
 import train_critic
+import train_policy
 from colbench import complete_episode, encode_dialogue
 from train_critic import (
     Row,
@@ -164,6 +165,47 @@ def test_best_vs_rest_needs_a_full_pass_and_pairs_it_with_all_worse_ones():
     assert len(pair_episodes(group, "all")) == 5
     assert len(pair_episodes(group, "all", margin=0.6)) == 2
     assert pair_episodes(group, margin=0.6) == [(group[1], group[3])]
+
+
+@pytest.mark.parametrize("domain, rewards", [("backend", (0.9, 1.0, 1.0, 0.0)), ("frontend", (0.7, 0.9, 0.95, 0.0))])
+def test_success_vs_failure_pairs_every_success_with_every_failure(domain, rewards):
+    group = [episode("t", reward) for reward in rewards]
+    for one in group:
+        one["task"]["domain"], one["success"] = domain, None if domain == "frontend" else one["success"]
+    expected = [(group[1], group[0]), (group[1], group[3]), (group[2], group[0]), (group[2], group[3])]
+    assert pair_episodes(group, "success_vs_failure") == expected
+    assert pair_episodes(group[1:3], "success_vs_failure") == []
+
+
+@pytest.mark.parametrize("stage, more", [("critic", ("--head", "logratio")), ("critic", ("--head", "value")), ("mtdpo", ())])
+def test_pairs_of_a_task_together_have_the_metrics_and_gradients_of_pairs_apart(stage, more):
+    from transformers import AutoModelForTokenClassification
+
+    tokenizer, results = byte_tokenizer(), []
+    texts = [("t", f"question {number}" * number, "r", f"I WANT TO ANSWER: {number}") for number in range(4)]
+    group = [episode("t", reward, number, texts[number]) for number, reward in enumerate((1.0, 0.0, 1.0, 0.0))]
+    for share in ("state", "pair"):
+        flags = ["--episodes", "x", "--model", "x", "--output", "x", "--pairs", "success_vs_failure", "--share", share]
+        args = (train_critic if stage == "critic" else train_policy).parse_args(
+            [*flags, *(more if stage == "critic" else ("--method", "mtdpo"))])
+        model = tiny_model(tokenizer)
+        if more == ("--head", "value"):
+            model.config.num_labels = 1
+            torch.manual_seed(0)
+            model = AutoModelForTokenClassification.from_config(model.config)
+        model = model.double().eval()
+        items, report = train_critic.pair_items(tokenizer, {"t": group}, ["t"], args, "none") if stage == "critic" \
+            else train_policy.method_items(tokenizer, group, args, None)
+        assert [len(item.rows) for item in items] == {"state": [4], "pair": [2] * 4}[share] and report["pairs"] == 4
+        for row in [row for item in items for row in item.rows]:
+            row.reference = [0.5 * len(row.ids) - number for number in range(row.turns)]
+        objective = train_critic.critic_objective if stage == "critic" else train_policy.dpo_objective
+        metrics = objective(model, items, args, "cpu")
+        metrics["train/loss"].mean().backward()
+        results.append([{name: values.mean().item() for name, values in metrics.items()},
+                        [parameter.grad for parameter in model.parameters()]])
+    assert results[0][0] == pytest.approx(results[1][0])
+    assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(results[0][1], results[1][1], strict=True))
 
 
 def test_held_out_tasks_are_whole_and_seeded():
