@@ -4,10 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 N=${1:-5} ROOT=${ROOT:-runs/out/seeds}
-export TASKS=${TASKS:-1500}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for seed in $(seq 0 $((N - 1))); do
-  export SEED=$seed OUT=$ROOT/$seed
+  export SEED=$seed OUT=$ROOT/$seed TASKS=${TASKS:-1500}
   [ -f "$OUT/report.html" ] || runs/toy.sh
   if [ "${ONLY:-}" != toy ]; then
     FIRST=2 MODEL=$OUT/sweet OUT=$OUT/iterate runs/iterate.sh & runs/ablations.sh; wait $!
