@@ -338,8 +338,8 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=0.9):
     passes every test. success_vs_failure: every success against every failure. all: every two episodes of different
     outcome. Frontend pairs differ by at least `margin`.
     """
-    best = max(group, key=lambda episode: episode["reward"])
     if rule == "best_vs_rest":
+        best = max(group, key=lambda episode: episode["reward"])
         chosen, rejected = [best] if best["success"] or best["task"]["domain"] != "backend" else [], group
     elif rule == "success_vs_failure":
         chosen, rejected = ([e for e in group if succeeded(e, success_reward) == wanted] for wanted in (True, False))
@@ -378,6 +378,11 @@ class Item:
     pairs: list = ((0, 1),)  # (chosen, rejected) among the item's rows, or its turns: the objective's business
 
 
+def pairs_by_item(pairs, share):
+    """Which pairs of a state are an item: all of them together (`state`), or each for itself."""
+    return [pairs] if share == "state" and pairs else [[pair] for pair in pairs]
+
+
 def numbered_pairs(items, sizes):
     """The pairs of all items, numbered through: each item begins after the `sizes` of those before it. (B, 2)"""
     starts = itertools.accumulate(sizes, initial=0)
@@ -401,7 +406,7 @@ def pair_items(tokenizer, groups, names, args, privileged, sight=None):
             report["turns_dropped"] += dropped if rows[id(episode)] else 0
             report["too_long"] += rows[id(episode)] is None
         pairs = [(a, b) for a, b in pairs if rows[id(a)] and rows[id(b)]]
-        for wanted in ([pairs] if args.share == "state" and pairs else [[pair] for pair in pairs]):
+        for wanted in pairs_by_item(pairs, args.share):
             used = {id(e): e for pair in wanted for e in pair}
             place = {key: number for number, key in enumerate(used)}
             items.append(Item([rows[key] for key in used], [e["reward"] for e in used.values()],

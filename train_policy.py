@@ -47,6 +47,7 @@ from train_critic import (
     numbered_pairs,
     packed_rows,
     pair_items,
+    pairs_by_item,
     reference_tensor,
     save_checkpoint,
     score_rows,
@@ -209,7 +210,7 @@ def candidate_items(tokenizer, rows, args):
     for row in rows:
         draw = random.Random(derive_seed(args.seed, "pairs", *candidate_key(row)))
         pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, gap)
-        for wanted in ([pairs] if args.share == "state" and pairs else [[pair] for pair in pairs]):
+        for wanted in pairs_by_item(pairs, args.share):
             used = sorted({place for pair in wanted for place in pair})
             texts, finished = [row["candidates"][p] for p in used], [row["finished"][p] for p in used]
             parts = [used] if args.share != "none" else [[place] for place in used]
