@@ -1259,9 +1259,9 @@ def run_child(libc: ctypes.CDLL | None, descriptor: int, worker: int, rules: int
         os._exit(1)
 
 
-def judge_worker(descriptor: int) -> None:
-    """Main of the worker process: it never reads a job, so that no child finds another one's in its memory."""
-    control, folder, owner, itself = socket.socket(fileno=descriptor), os.getcwd(), os.getppid(), os.getpid()
+def serve_answers(control: socket.socket, folder: str) -> None:
+    """The worker's work: lock itself down, say what worked, then a child for each job until the parent is gone."""
+    owner, itself = os.getppid(), os.getpid()
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # Python 3.10 has no -P
     globals().update(vars(builtins))  # an answer that rebinds builtins.int does not rebind ours
@@ -1276,22 +1276,28 @@ def judge_worker(descriptor: int) -> None:
     control.send(json.dumps(status).encode() + b"\n")
     gc.collect()
     gc.freeze()
+    while descriptors := socket.recv_fds(control, 1, 1)[1]:
+        child = os.fork()
+        if child == 0:
+            control.close()
+            run_child(libc, descriptors[0], itself, rules, program)
+        try:
+            os.close(descriptors[0])
+            control.send(struct.pack("i", child))
+            control.recv(1)
+        finally:
+            os.kill(child, signal.SIGKILL)  # not reaped yet, so the number is still this child's
+            os.waitpid(child, 0)
+            empty_folder(folder)
+
+
+def judge_worker(descriptor: int) -> None:
+    """Main of the worker process: it never reads a job, so that no child finds another one's in its memory."""
+    folder = os.getcwd()
     try:
-        while descriptors := socket.recv_fds(control, 1, 1)[1]:
-            child = os.fork()
-            if child == 0:
-                control.close()
-                run_child(libc, descriptors[0], itself, rules, program)
-            try:
-                os.close(descriptors[0])
-                control.send(struct.pack("i", child))
-                control.recv(1)
-            finally:
-                os.kill(child, signal.SIGKILL)  # not reaped yet, so the number is still this child's
-                os.waitpid(child, 0)
-                empty_folder(folder)
+        serve_answers(socket.socket(fileno=descriptor), folder)
     finally:
-        os.rmdir(folder)
+        os.rmdir(folder)  # the parent may have been killed, even before the first job
 
 
 # -----------------------------------------------------------------------------

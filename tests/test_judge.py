@@ -210,6 +210,17 @@ def test_workers_and_children_die_with_an_owner_that_is_killed(tmp_path):
     assert children and not any(map(running, [worker, *children])) and not os.path.exists(folder)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_an_owner_that_ends_while_its_worker_starts_leaves_no_scratch_folder(tmp_path):
+    code = "import os, colbench; print(colbench.Worker().process.pid, flush=True); os._exit(9)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
+                          capture_output=True, text=True)
+    deadline = time.monotonic() + 30
+    while running(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert done.returncode == 9 and not running(int(done.stdout)) and not os.listdir(tmp_path)
+
+
 def test_require_protection_refuses_a_machine_that_lacks_one(monkeypatch):
     monkeypatch.setattr(colbench.Worker, "ready", lambda self: {"limits": True, "files": False})
     with pytest.raises(SystemExit, match="without these protections: system calls, files, privileges"):
