@@ -6,12 +6,12 @@ delivers a Python function (backend, graded by hidden tests) or a web page (fron
 How it works:
   1. a task is one JSON line: what the human says first, what the human has in mind, and hidden tests;
   2. a speaker answers conversations: a scripted toy, a local transformers model, or an OpenAI-compatible server;
-  3. the agent and the human each see their own view of the dialogue (`agent_messages`, `human_messages`), and the
-     critic sees the reference solution besides (`critic_messages`): nothing else builds prompts;
+  3. the agent and the human each see their own view of the dialogue (`agent_messages`; `human_messages`, or with both
+     screenshots `human_frontend_messages`), and the critic sees the reference solution besides (`critic_messages`);
   4. a judge grades the answer: model-written code and pages run only in closed child processes.
 
-    python colbench.py check TASKS.jsonl            grade every reference against itself, show active protections
-    python colbench.py websight ROWS.jsonl OUT.jsonl   turn WebSight rows into frontend tasks
+    python colbench.py check TASKS.jsonl   grade every reference against itself, show active protections
+    python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl   turn WebSight rows into frontend tasks
 
 Reads: task files of facebook/collaborative_agent_bench as they are, and `toy:backend:train` style names.
 `import colbench` needs the standard library alone, so that the judge's workers start in milliseconds.
@@ -155,7 +155,7 @@ def read_tasks(spec, num_tasks=None):
     return tasks
 
 
-def complete_episode(row, where="episode", sample=0):
+def complete_episode(row, where="episode"):
     """An episode with every field filled in; a row of the official trajectory file becomes one, too."""
     task = complete_task(expect(row, "task", dict, where), f"{where}, task")
     history = expect(row, "dialogue_history", list, where)
@@ -179,7 +179,7 @@ def complete_episode(row, where="episode", sample=0):
                          " backend reward of 1, false below, null for pages and failed episodes")
     replies = [message["content"] for message in history[2::2]]
     episode = {
-        "sample": sample, "answer": None, "reasons": {},
+        "sample": 0, "answer": None, "reasons": {},
         "leak": leak_share(task, replies) if "leak" not in row else 0.0,
         "agent": None, "human": None, "seed": None,
     } | row | {"task": task, "success": success, "turns": len(history) // 2, "error": error}
@@ -221,7 +221,7 @@ class ResumableJsonl:
     """
 
     def __init__(self, path, key, keep=lambda row: True, leader=True):
-        self.path, self.key, self.dropped = Path(path), key, 0
+        self.path, self.key = Path(path), key
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = {}
         if self.path.exists():
@@ -234,7 +234,6 @@ class ResumableJsonl:
                     usable = False
                 if usable:
                     self.rows[row_key] = row
-                self.dropped += not usable
         if leader and self.path.exists():
             write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
@@ -298,6 +297,11 @@ def agent_messages(task, history, prompt):
     return system + (turns or [{"role": "user", "content": task["problem_description"]}])
 
 
+def first_request(messages):
+    """The place of the first user message, which a system message may precede."""
+    return next(number for number, message in enumerate(messages) if message["role"] == "user")
+
+
 def critic_messages(task, messages, privileged="ground_truth", picture=None):
     """What the critic and its reference model see: the agent's view, and before the first request the reference.
 
@@ -305,7 +309,7 @@ def critic_messages(task, messages, privileged="ground_truth", picture=None):
     """
     if privileged == "none":
         return messages
-    first = next(number for number, message in enumerate(messages) if message["role"] == "user")
+    first = first_request(messages)
     content = messages[first]["content"]
     seen = REFERENCE_NOTE.format(reference=task["ground_truth"]) + content
     if picture:
@@ -1090,8 +1094,8 @@ WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:
 CONDITIONS = "socketpair:53:199:0:1 sendto:44:206:4:0 prlimit64:302:261:0:0"
 CLONE, KILLS, CLONE3 = "clone:56:220", "kill:62:129 tgkill:234:131", "clone3:435:435"
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of seccomp
-ALLOW, REFUSE, NO_SUCH_CALL, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, REFUSE, NO_SUCH_CALL, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # SECCOMP_RET_...
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # BPF: load a word, jump if equal, jump if any bit is set, return
 
 
 def numbers(calls: str) -> list[int]:
@@ -1104,7 +1108,7 @@ def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> b
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
-def verdicts(calls: str, action: int) -> bytes:
+def answer_calls(calls: str, action: int) -> bytes:
     return b"".join(instruction(EQUAL, call, 0, 1) + instruction(RETURN, action) for call in numbers(calls))
 
 
@@ -1120,11 +1124,11 @@ def worker_filter() -> bytes:
     """The allow-list; built once and inherited by every child."""
     program = instruction(LOAD, 4) + instruction(EQUAL, MACHINES[platform.machine()][1], 1, 0)
     program += instruction(RETURN, KILL) + instruction(LOAD, 0)
-    program += verdicts(f"{SYSTEM_CALLS} {WORKER_CALLS} {CLONE} {KILLS}", ALLOW)
+    program += answer_calls(f"{SYSTEM_CALLS} {WORKER_CALLS} {CLONE} {KILLS}", ALLOW)
     for entry in CONDITIONS.split():
         argument, value = map(int, entry.split(":")[3:])
         program += fixed_argument(numbers(entry)[0], argument, value)
-    return program + verdicts(CLONE3, NO_SUCH_CALL) + instruction(RETURN, REFUSE)
+    return program + answer_calls(CLONE3, NO_SUCH_CALL) + instruction(RETURN, REFUSE)
 
 
 def child_filter(process: int) -> bytes:
@@ -1132,7 +1136,7 @@ def child_filter(process: int) -> bytes:
     thread = 0x10000  # CLONE_THREAD
     program = instruction(LOAD, 0) + fixed_argument(numbers(CLONE)[0], 0, thread, ANY_BIT)
     program += b"".join(fixed_argument(number, 0, process) for number in numbers(KILLS))
-    return program + verdicts(WORKER_CALLS, REFUSE) + instruction(RETURN, ALLOW)
+    return program + answer_calls(WORKER_CALLS, REFUSE) + instruction(RETURN, ALLOW)
 
 
 REQUIRED = ("system calls", "files", "privileges", "limits")  # what --require_protection insists on
@@ -1212,7 +1216,7 @@ def install_filter(libc: ctypes.CDLL, program: bytes) -> bool:
 
 def lock_down(libc: ctypes.CDLL, folder: str) -> tuple[dict[str, bool], int]:
     """Give up, for good, whatever an answer does not need. Returns what worked and the children's file rules."""
-    network, messages, names, users = 0x40000000, 0x08000000, 0x04000000, 0x10000000
+    network, messages, names, users = 0x40000000, 0x08000000, 0x04000000, 0x10000000  # CLONE_NEWNET, IPC, UTS, USER
     namespaces = network | messages | names | (users if os.getuid() else 0)
     status = {"own network": libc.unshare(namespaces) == 0, "own user": drop_user(folder)}
     if status["own user"]:
@@ -1557,12 +1561,6 @@ def grade_all(tasks: list[dict], answers: list, profile: str = "fixed", workers:
     return shared_judge(os.getpid(), workers).grade_all(tasks, answers, profile)
 
 
-def protections() -> dict[str, bool]:
-    """Which protections a worker could put on, on this machine."""
-    with Judge(1) as judge:
-        return judge.status
-
-
 def check_tasks(tasks: list[dict], profile: str = "fixed", require_protection: bool = False):
     """Grade each reference against itself, twice in fresh processes.
 
@@ -1585,7 +1583,7 @@ def check_tasks(tasks: list[dict], profile: str = "fixed", require_protection: b
 
 def check_command(args) -> None:
     """`python colbench.py check TASKS.jsonl`: the table of tests that cannot be passed, then the protections."""
-    tasks = read_tasks(args.tasks, 1000 if args.tasks.startswith('toy:') else None)
+    tasks = read_tasks(args.tasks)
     rows, status = check_tasks(tasks, args.profile, args.require_protection)
     for number, task, name, reason in rows:
         print(f"{number:6d}  {task.get('task_id', ''):16s}  {name:8s}  {reason}")
@@ -1620,6 +1618,17 @@ def extract_html(text):
     return block.group(0) if block else ""
 
 
+def last_page(history):
+    """The last page that the agent showed, or the empty string."""
+    pages = (extract_html(entry["content"]) for entry in reversed(history) if entry["role"] == "assistant")
+    return next(filter(None, pages), "")
+
+
+def graded_page(answer, history):
+    """The page that counts: the answer's, or the last one shown where the answer holds none."""
+    return extract_html(answer) or last_page(history)
+
+
 def websight(rows_path, train_path, test_path=None):
     """WebSight rows as tasks: the first 10,000 go to train_path, those after them to test_path when it is given."""
     with tempfile.TemporaryDirectory(dir=Path(train_path).absolute().parent) as folder:
@@ -1633,7 +1642,7 @@ def websight(rows_path, train_path, test_path=None):
                 except (ValueError, KeyError, TypeError) as error:
                     raise SystemExit(
                         f"found {error!r} in line {number + 1} of {rows_path}, expected a JSON object with "
-                        "llm_generated_idea and text, do export the WebSight v0.2 rows as JSON lines"
+                        "llm_generated_idea and text; export the WebSight v0.2 rows as JSON lines"
                     ) from error
                 print(json.dumps(task), file=train if number < WEBSIGHT_TRAIN else test)
         os.replace(parts[0], train_path)
@@ -1668,8 +1677,8 @@ def find_chromium():
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         raise SystemExit(
-            f"found no program {' or '.join(names)}, expected Chromium to render pages with, "
-            "do `apt-get install chromium` or set the environment variable CHROMIUM to its path"
+            f"found no program {' or '.join(names)}, expected Chromium to render pages with; "
+            "run `apt-get install chromium`, or set the environment variable CHROMIUM to its path"
         )
     return path
 
@@ -1764,8 +1773,8 @@ class Browser:
         except PageError as error:
             self.close()
             raise SystemExit(
-                f"found that {self.executable} does not start ({error}), expected a headless Chromium, "
-                "do try `chromium --headless --dump-dom about:blank` in a shell"
+                f"found that {self.executable} does not start ({error}), expected a headless Chromium; "
+                "try `chromium --headless --dump-dom about:blank` in a shell"
             ) from error
 
     def _open_page(self):
@@ -1938,8 +1947,8 @@ class ClipReward:
             self.processor = CLIPImageProcessorPil.from_pretrained(name)
         except OSError as error:
             raise SystemExit(
-                f"found no CLIP model {name} ({error}), expected its name or directory, "
-                "do download it where the network is, or pass --clip none for the embedded similarity"
+                f"found no CLIP model {name} ({error}), expected its name or directory; "
+                "download it on a machine with network, or pass --clip none for the embedded similarity"
             ) from error
         self.crop, self.device, self.batch_size, self.known = crop, device, batch_size, {}
 
@@ -2299,17 +2308,6 @@ def toy_frontend_task(split, index):
         "hidden_information": html,
         "toy": {"topic": topic, "wanted": choice},
     }
-
-
-def last_page(history):
-    """The last page that the agent showed, or the empty string."""
-    pages = (extract_html(entry["content"]) for entry in reversed(history) if entry["role"] == "assistant")
-    return next(filter(None, pages), "")
-
-
-def graded_page(answer, history):
-    """The page that counts: the answer's, or the last one shown where the answer holds none."""
-    return extract_html(answer) or last_page(history)
 
 
 def toy_frontend_human(task, history):

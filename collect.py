@@ -32,6 +32,8 @@ import typing
 from collections import Counter
 from pathlib import Path
 
+from tqdm import tqdm
+
 from colbench import (
     HUMAN_PROMPT,
     MAX_TURNS,
@@ -123,8 +125,9 @@ def launch(main, args):
             raise SystemExit(f"Another process of this run has ended; its message says why. {go_on}") from None
         if "out of memory" not in str(error):
             raise
-        raise SystemExit(f"Out of memory: {str(error).splitlines()[0]} Lower --batch_size (sampling), --micro_batch_size"
-                         " or --max_length (training), or use more GPUs.") from None
+        raise SystemExit(f"Out of memory: {str(error).splitlines()[0]} Lower --batch_size (collect.py, evaluate.py),"
+                         " --sampling_batch_size or --micro_batch_size (training), with which the same --output goes on,"
+                         " or --max_length, or use more GPUs.") from None
     if "torch" in sys.modules:
         import torch.distributed
 
@@ -133,8 +136,11 @@ def launch(main, args):
             torch.distributed.destroy_process_group()
 
 
-def claim_output(path, args, inputs, process):
-    """Write `path` (run.json): all flags, versions, world size and input hashes. Another command's output is refused."""
+def claim_output(path, args, inputs, process, cost_flags):
+    """Write `path` (run.json): all flags, versions, world size and input hashes. Another command's output is refused.
+
+    Only `cost_flags` may differ: they say how much is computed at a time, and not what.
+    """
     flags = {name: value for name, value in vars(args).items() if name != "output"}
     run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world, "inputs": {}}
     for name in inputs:
@@ -150,7 +156,7 @@ def claim_output(path, args, inputs, process):
         name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     if Path(path).is_file():
         before = read_run(path)
-        changed = sorted(name for name in flags.keys() | before["flags"].keys()
+        changed = sorted(name for name in (flags.keys() | before["flags"].keys()) - set(cost_flags)
                          if flags.get(name) != before["flags"].get(name)) + [
                              name for name in run["inputs"] if run["inputs"][name] != before["inputs"].get(name)]
         if changed:
@@ -185,7 +191,6 @@ class Dialogue:
     history: list
     answer: str | None = None
     error: str | None = None
-    tokens: int = 0
 
     @property
     def key(self):
@@ -316,6 +321,9 @@ def add_rollout_flags(parser):
     parser.add_argument("--batch_size", type=int, default=64, help="dialogues played at the same time by each process")
 
 
+ROLLOUT_COST_FLAGS = ("batch_size",)  # may differ when a run goes on
+
+
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rollout_flags(parser)
@@ -323,8 +331,7 @@ def parse_args(argv=None):
     parser.add_argument("--output", required=True, help="EPISODES.jsonl")
     args = parser.parse_args(argv)
     check_rollout_flags(args)
-    if args.samples_per_task < 1:
-        raise SystemExit(f"found --samples_per_task {args.samples_per_task}, expected at least 1")
+    require_at_least(1, args, "samples_per_task")
     if Path(args.output).exists() and not Path(f"{args.output}.run.json").is_file():
         raise SystemExit(f"{args.output}: found a file that collect.py did not write here (its .run.json is missing),"
                          " expected a new name or the output of the same command; choose another --output")
@@ -335,22 +342,26 @@ def check_rollout_flags(args):
     for name in ("tasks", "agent"):
         if not getattr(args, name):
             raise SystemExit(f"found no --{name}; expected one (see --help)")
-    for name in ("num_tasks", "max_new_tokens", "max_turns", "reply_chars", "batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
-    for name in ("temperature", "human_temperature"):
-        if not 0 <= getattr(args, name) < float("inf"):
-            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
+    require_at_least(1, args, "num_tasks", "max_new_tokens", "max_turns", "reply_chars", "batch_size")
+    require_at_least(0, args, "temperature", "human_temperature")
+
+
+def require_at_least(least, args, *names):
+    """Refuse a flag that is below `least`, infinite or no number; None is one that was not given."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not least <= value < float("inf"):
+            raise SystemExit(f"found --{name} {value}, expected a number of at least {least}")
 
 
 def load_rollout(args, tasks, process):
     """(agent, human, referee, rules) as the flags ask; everything that can fail early fails here."""
-    prompts = []
-    for path in (args.agent_prompt or f"{args.agent}/agent_prompt.txt", args.human_prompt):
-        given = path in (args.agent_prompt, args.human_prompt) and path
-        if given and not Path(path).is_file():
+    for path in filter(None, (args.agent_prompt, args.human_prompt)):
+        if not Path(path).is_file():
             raise SystemExit(f"{path}: no such file; expected the instructions as plain text")
-        prompts.append(Path(path).read_text().strip() if path and Path(path).is_file() else None)
+    own = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
+    agent_prompt = args.agent_prompt or (own if own.is_file() else None)
+    prompts = [path and Path(path).read_text().strip() for path in (agent_prompt, args.human_prompt)]
     referee = Referee(args, tasks, process)
     human = load_speaker(args.human, "human", args.human_model, args.human_temperature, 1024,
                          args.batch_size, process.device, pictures=any(task["domain"] == "frontend" for task in tasks))
@@ -364,8 +375,6 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
 
     `choose` may put something between the agent and the dialogue, such as evaluate.py's best of N.
     """
-    from tqdm import tqdm
-
     jobs = [(task, sample) for sample in range(samples) for task in tasks]
     store = ResumableJsonl(output, lambda row: (row["task"]["task_id"], row["sample"]),
                            lambda row: not row["error"], process.leads)
@@ -387,7 +396,8 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
 def main(args):
     process = join_processes()
     tasks = read_tasks(args.tasks, args.num_tasks)
-    claim_output(f"{args.output}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process)
+    claim_output(f"{args.output}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process,
+                 ROLLOUT_COST_FLAGS)
     episodes = collect(tasks, args.samples_per_task, args, process, args.output)
     if process.leads:
         failures = [episode["error"] for episode in episodes if episode["error"]]

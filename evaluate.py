@@ -1,14 +1,16 @@
-"""Policies to numbers with intervals, and to a report to look at.
+"""Evaluate policies: numbers with intervals, paired comparisons, best of N, and a report (SWEET-RL section 5).
 
 How it works:
   1. the episodes of each policy are read from files (`--episodes`) or rolled out here (`--tasks`, `--agent`);
   2. repeats of a task are averaged first, then tasks; an episode with an error counts as an error and nowhere else;
   3. each 95 % interval is a bootstrap over tasks, and over seeds where a policy has several files;
-  4. `--against` compares pair by pair on the same tasks: difference, interval, sign test, win rate.
+  4. `--against` compares pair by pair on the same tasks: difference, interval, sign test, win rate;
+  5. `--best_of_n` lets a critic, or a judging model, choose each turn among N candidates of the policy.
 
     python evaluate.py --episodes sft=runs/sft/episodes.jsonl sweet=runs/sweet/episodes.jsonl \
         --against base=runs/base/episodes.jsonl --output runs/evaluation --report runs/evaluation/report.html
     python evaluate.py --episodes sweet=seed0.jsonl sweet=seed1.jsonl --output runs/evaluation   # one policy, two seeds
+    python evaluate.py --tasks test.jsonl --agent policy --best_of_n 1 4 16 --critic critic --output runs/best_of_n
 
 Reads: episodes (collect.py, or the official file); metrics.jsonl of checkpoint directories (`--metrics`).
 Writes: results.json and results.md (a table to paste) in `--output`; the report, one HTML file without network.
@@ -46,7 +48,15 @@ from colbench import (
     toy_credit,
     write_atomically,
 )
-from collect import add_rollout_flags, check_rollout_flags, claim_output, collect, join_processes, launch
+from collect import (
+    ROLLOUT_COST_FLAGS,
+    add_rollout_flags,
+    check_rollout_flags,
+    claim_output,
+    collect,
+    join_processes,
+    launch,
+)
 from train_critic import Critic
 
 # -----------------------------------------------------------------------------
@@ -157,7 +167,7 @@ class BestOfN:
 
 
 class JudgingModel:
-    """A language model as scorer (the paper's fourth best-of-N curve): it reads all candidates and names the best."""
+    """A language model as scorer, like the paper's LLM judge: it reads all candidates at once and names the best."""
 
     def __init__(self, spec, model_name, device):
         self.speaker = load_speaker(spec, "critic", model_name, temperature=0.0, max_new_tokens=16, device=device)
@@ -186,7 +196,8 @@ def rollouts(args, process):
     for count in args.best_of_n or [1]:
         name = f"{base}-best-of-{count}" if args.best_of_n else base
         path = Path(args.output) / f"{name}.jsonl"
-        claim_output(f"{path}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process)
+        claim_output(f"{path}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process,
+                     ROLLOUT_COST_FLAGS)
         collect(tasks, args.repeats, args, process, path,
                 lambda agent, count=count: BestOfN(agent, scorer, count) if count > 1 else agent)
         policies[name] = [read_episodes(path)]
@@ -236,7 +247,7 @@ def shared_tasks(policies):
         if missing:
             first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise SystemExit(f"found no episode of {len(missing)} of {len(everything)} tasks in a run of {name!r} "
-                             f"({first}), expected all runs on the same tasks; roll these out or leave the file away")
+                             f"({first}), expected all runs on the same tasks; roll these out or leave the file out")
     if len(set(everything.values())) > 1:
         raise SystemExit("found backend and frontend tasks together, expected one domain; evaluate them apart")
     return list(everything), next(iter(everything.values()))
@@ -780,7 +791,8 @@ def parse_args(argv=None):
     parser.add_argument("--name", help="name of the policy that is rolled out (default: that of its directory)")
     parser.add_argument("--repeats", type=int, default=1, help="episodes of each task")
     parser.add_argument("--best_of_n", type=int, nargs="+", default=[], help="candidates for each turn: 1 2 4 ...")
-    parser.add_argument("--critic", help="checkpoint of train_critic.py, or judge:SPEC; chooses among the candidates")
+    parser.add_argument("--critic", help="checkpoint of train_critic.py, or judge:SPEC; chooses among the candidates,"
+                        " and shows a checkpoint's advantages in the report")
     parser.add_argument("--critic_model", help="model name to ask a judging server for")
     # statistics
     parser.add_argument("--leak_threshold", type=float, default=0.5, help="share of the reference that makes a leak")

@@ -39,6 +39,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 from colbench import (
     ANSWER_MARKER,
@@ -50,6 +51,7 @@ from colbench import (
     encode_dialogue,
     end_of_turn,
     extract_html,
+    first_request,
     has_toy_credit,
     instructions,
     load_model,
@@ -62,7 +64,7 @@ from colbench import (
     toy_credit,
     write_atomically,
 )
-from collect import claim_output, join_processes, launch, read_run
+from collect import claim_output, join_processes, launch, read_run, require_at_least
 
 # -----------------------------------------------------------------------------
 # The equations
@@ -140,7 +142,7 @@ def encode_row(tokenizer, messages, finished, max_length, look=None):
     A dialogue that is too long loses whole oldest turns after the first user message, never part of a scored turn.
     `look` gives what a vision-language critic reads in place of what stands before the first turn.
     """
-    first = next(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+    first = first_request(messages) + 1
     if look:
         opening, plain = look()["input_ids"][0].tolist(), len(encode_dialogue(tokenizer, messages[:first])[0])
     for dropped in range((len(messages) - first) // 2 + 1):
@@ -272,7 +274,7 @@ class Sight:
 
         Rows keep the function and not its result: the pixels of all tasks at once would fill the memory.
         """
-        opening = messages[:1 + next(number for number, message in enumerate(messages) if message["role"] == "user")]
+        opening = messages[:first_request(messages) + 1]
         return functools.partial(self.read, json.dumps([{name: task[name] for name in ("domain", "ground_truth")}, opening]))
 
     def _read(self, known):
@@ -375,7 +377,7 @@ class Item:
 
     rows: list
     rewards: list
-    pairs: list = ((0, 1),)  # (chosen, rejected) among the item's rows, or its turns: the objective's business
+    pairs: list = ((0, 1),)  # (chosen, rejected): places among the item's rows (critic) or turns (policy)
 
 
 def pairs_by_item(pairs, share):
@@ -383,8 +385,8 @@ def pairs_by_item(pairs, share):
     return [pairs] if share == "state" and pairs else [[pair] for pair in pairs]
 
 
-def numbered_pairs(items, sizes):
-    """The pairs of all items, numbered through: each item begins after the `sizes` of those before it. (B, 2)"""
+def batch_pairs(items, sizes):
+    """The pairs of all items as places in the batch, where each item takes the next of the `sizes` places. (B, 2)"""
     starts = itertools.accumulate(sizes, initial=0)
     return [(start + a, start + b) for start, item in zip(starts, items, strict=False) for a, b in item.pairs]
 
@@ -423,7 +425,7 @@ def shard(model, process, checkpointing):
     """FSDP2: each decoder layer and the root; fp32 master weights, bf16 compute on GPUs. In place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if checkpointing:
+    if process.device != "cpu" if checkpointing is None else checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     if process.world == 1 and process.device == "cpu":
@@ -580,8 +582,6 @@ class MetricsLog:
             write_atomically(path, "".join(line + "\n" for line in lines if json.loads(line)["step"] < start))
 
     def progress(self, start, steps):
-        from tqdm import tqdm
-
         self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step",
                         disable=self.process.hide_bar)
         return self.bar
@@ -709,7 +709,7 @@ def is_complete(output, process):
 def critic_objective(model, items, args, device):
     """Losses and metrics of a micro-batch, (items,) each: means over an item's pairs of episodes."""
     rows = [row for item in items for row in item.rows]
-    chosen, rejected = torch.tensor(numbered_pairs(items, [len(item.rows) for item in items]), device=device).unbind(1)
+    chosen, rejected = torch.tensor(batch_pairs(items, [len(item.rows) for item in items]), device=device).unbind(1)
     if args.head == "value":
         values, exists = turn_scores(model, rows, device, args.micro_batch_size, forward_values)
         rewards = torch.tensor([reward for item in items for reward in item.rewards], device=device)
@@ -753,7 +753,7 @@ def holdout_metrics(model, items, args, process):
         return {}
     rows = [row for item in items for row in item.rows]
     scored = turn_advantages(model, rows, args, process)
-    pairs = numbered_pairs(items, [len(item.rows) for item in items])
+    pairs = batch_pairs(items, [len(item.rows) for item in items])
     margins = numpy.array([sum(scored[chosen][0]) - sum(scored[rejected][0]) for chosen, rejected in pairs])
     flat = [(a, c, turn == rows[number].turns - 1 and rows[number].answered, side) for pair in pairs
             for side, number in enumerate(pair) for turn, (a, c) in enumerate(zip(*scored[number], strict=True))]
@@ -822,10 +822,10 @@ class Critic:
         rows = packed_rows(self.tokenizer, view, *zip(*distinct, strict=True), self.max_length, look)
         if rows is None:
             return None
-        seen = rows
+        reference_rows = rows
         if self.reference == "plain":  # official ranking: the reference does not see the solution
-            seen = packed_rows(self.tokenizer, messages, *zip(*distinct, strict=True), self.max_length)
-        by_text = dict(zip(distinct, self._advantages(rows, seen), strict=True))
+            reference_rows = packed_rows(self.tokenizer, messages, *zip(*distinct, strict=True), self.max_length)
+        by_text = dict(zip(distinct, self._advantages(rows, reference_rows), strict=True))
         return [by_text[candidate] for candidate in zip(texts, finished, strict=True)]
 
     def score_dialogue(self, episode):
@@ -921,7 +921,7 @@ def add_training_flags(parser, epochs):
     parser.add_argument("--margin", type=float, default=0.0, help="least difference of reward in a pair (frontend: 0.1)")
     parser.add_argument("--max_length", type=int, default=8192, help="tokens of a dialogue; longer ones lose oldest turns")
     # algorithm: the defaults are the paper's Table 5
-    parser.add_argument("--beta", type=float, default=0.1, help="of the Bradley-Terry loss")
+    parser.add_argument("--beta", type=float, default=0.1, help="beta of Eq. (2) and Eq. (4)")
     parser.add_argument("--nll", type=float, default=0.01, help="weight of the likelihood of the chosen side")
     # optimisation
     parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
@@ -935,6 +935,9 @@ def add_training_flags(parser, epochs):
                         help="recompute activations in the backward (default: on GPUs)")
     parser.add_argument("--save_every", type=int, default=200, help="steps between saved training states")
     parser.add_argument("--seed", type=int, default=0, help="of data order, hold-out and sampling")
+
+
+TRAINING_COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing", "save_every")
 
 
 def parse_args(argv=None):
@@ -955,12 +958,8 @@ def parse_args(argv=None):
 
 
 def check_training_flags(args):
-    for name in ("batch_size", "micro_batch_size", "epochs", "max_length", "save_every", "max_steps"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
-    for name in ("lr", "beta", "nll", "margin", "max_norm", "success_reward"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
+    require_at_least(1, args, "batch_size", "micro_batch_size", "epochs", "max_length", "save_every", "max_steps")
+    require_at_least(0, args, "lr", "beta", "nll", "margin", "max_norm", "success_reward")
     for name in ("warmup", "holdout"):
         if not 0 <= getattr(args, name, 0) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a share of at least 0 and below 1")
@@ -986,7 +985,7 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse episode, expected at least"
                          " one; collect more episodes per task, or try --pairs all")
     output = Path(args.output)
-    claim_output(output / "run.json", args, args.episodes, process)
+    claim_output(output / "run.json", args, args.episodes, process, TRAINING_COST_FLAGS)
     if not is_complete(output, process):
         torch.manual_seed(args.seed)  # a value head starts from random weights, the same on every rank
         if sight:
@@ -996,7 +995,7 @@ def main(args):
             model.dropout.p = 0.0  # ranks would draw different masks than one process
         else:
             model = load_trainable(args.model, process)
-        shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
+        shard(model, process, args.checkpointing)
         if args.head == "logratio":
             rows = [row for item in items + held_items for row in item.rows]
             score_rows(model, rows, process, args.micro_batch_size)

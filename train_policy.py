@@ -30,13 +30,25 @@ from pathlib import Path
 import numpy
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
-from colbench import ResumableJsonl, SpeakerError, derive_seed, expect, load_speaker, load_tokenizer, read_jsonl
-from collect import claim_output, join_processes, launch
+from colbench import (
+    REFERENCE_NOTE,
+    ResumableJsonl,
+    SpeakerError,
+    derive_seed,
+    expect,
+    load_speaker,
+    load_tokenizer,
+    read_jsonl,
+)
+from collect import claim_output, join_processes, launch, require_at_least
 from train_critic import (
+    TRAINING_COST_FLAGS,
     Critic,
     Item,
     add_training_flags,
+    batch_pairs,
     check_training_flags,
     dialogue_row,
     group_by_task,
@@ -44,7 +56,6 @@ from train_critic import (
     load_episodes,
     load_trainable,
     mean_by_item,
-    numbered_pairs,
     packed_rows,
     pair_items,
     pairs_by_item,
@@ -113,8 +124,6 @@ def few_per_task(states, count, seed):
 
 def sample_candidates(states, keys, args, process):
     """The rows of candidates.sampled.jsonl: --num_candidates texts of the policy for each state."""
-    from tqdm import tqdm
-
     store = ResumableJsonl(Path(args.output) / "candidates.sampled.jsonl", candidate_key, leader=process.leads)
     process.barrier()
     mine = [n for n in range(len(states)) if n % process.world == process.rank and keys[n] not in store.rows]
@@ -137,8 +146,6 @@ def sample_candidates(states, keys, args, process):
 
 def rank_candidates(episodes, args, process):
     """Sample and score the candidates of every state; ranks share the states, and a killed run goes on."""
-    from tqdm import tqdm
-
     if args.states == "successes":
         episodes = [episode for episode in episodes if succeeded(episode, args.success_reward)]
     states = list(states_of(episodes))
@@ -212,17 +219,15 @@ def candidate_items(tokenizer, rows, args):
         pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, gap)
         for wanted in pairs_by_item(pairs, args.share):
             used = sorted({place for pair in wanted for place in pair})
-            texts, finished = [row["candidates"][p] for p in used], [row["finished"][p] for p in used]
-            parts = [used] if args.share != "none" else [[place] for place in used]
             packed = []
-            for part in parts:
-                packed += packed_rows(tokenizer, row["messages"], [texts[used.index(p)] for p in part],
-                                      [finished[used.index(p)] for p in part], args.max_length) or []
-            if sum(r.turns for r in packed) < len(used) or not all(map(len, texts)):
-                skipped += 1
+            for part in [[place] for place in used] if args.share == "none" else [used]:
+                packed += packed_rows(tokenizer, row["messages"], [row["candidates"][place] for place in part],
+                                      [row["finished"][place] for place in part], args.max_length) or []
+            if sum(r.turns for r in packed) < len(used) or not all(row["candidates"][place] for place in used):
+                skipped += 1  # one is too long, or empty: it has no words to learn from
                 continue
             items.append(Item(packed, [], [(used.index(a), used.index(b)) for a, b in wanted]))
-    return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "skipped": skipped}
+    return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "too_long_or_empty": skipped}
 
 
 def dialogue_items(tokenizer, episodes, args, privileged="none"):
@@ -273,7 +278,7 @@ def dpo_objective(model, items, args, device):
     # the turns of all rows in order, without the padding of rows that hold fewer turns than others
     exists = torch.tensor([[turn < row.turns for turn in range(sums.shape[1])] for row in rows], device=device)
     turns, reference, length = (table[exists] for table in (sums, reference_tensor(rows, sums), counts))  # (turns of all,)
-    pairs = numbered_pairs(items, [sum(row.turns for row in item.rows) for item in items])
+    pairs = batch_pairs(items, [sum(row.turns for row in item.rows) for item in items])
     chosen, rejected = torch.tensor(pairs, device=device).unbind(1)
     losses, better, worse = dpo_loss(turns[chosen], turns[rejected], reference[chosen], reference[rejected], args.beta)
     nll = -turns[chosen] / length[chosen]
@@ -300,8 +305,6 @@ def toy_model(episodes, seed):
     """A Llama of 0.7 million parameters and a tokenizer learnt from the episodes, chat template included."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from colbench import REFERENCE_NOTE
 
     marks = ["<end>", "<human>", "<agent>"]
     tokenizer = Tokenizer(models.BPE())
@@ -366,12 +369,8 @@ def parse_args(argv=None):
     check_training_flags(args)
     if args.method == "sweet" and not (args.critic or args.candidates):
         raise SystemExit("--method sweet: found neither --critic nor --candidates, expected one of them")
-    for name in ("num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size", "states_per_task"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise SystemExit(f"found --{name} {getattr(args, name)}, expected at least 1")
-    for name in ("temperature", "min_gap"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise SystemExit(f"found --{name} {getattr(args, name)}, expected a number of at least 0")
+    require_at_least(1, args, "num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size", "states_per_task")
+    require_at_least(0, args, "temperature", "min_gap")
     if not 0 < args.data_fraction <= 1:
         raise SystemExit(f"found --data_fraction {args.data_fraction}, expected more than 0 and at most 1")
     if args.model == "toy" and args.method != "sft":
@@ -385,7 +384,7 @@ def main(args):
     scratch, tokenizer = toy_model(episodes, args.seed) if args.model == "toy" else (None, load_tokenizer(args.model))
     output = Path(args.output)
     inputs = args.episodes + args.privileged_episodes + ([args.candidates] if args.candidates else [])
-    claim_output(output / "run.json", args, inputs, process)
+    claim_output(output / "run.json", args, inputs, process, TRAINING_COST_FLAGS)
     if is_complete(output, process):
         return
     items, report = method_items(tokenizer, episodes, args, process)
@@ -396,7 +395,7 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found nothing for --method {args.method} to learn from; expected"
                          " mixed outcomes (mtdpo), successes (rft) or states with candidates of different worth (sweet)")
     model = load_trainable(args.model, process) if scratch is None else scratch
-    shard(model, process, process.device != "cpu" if args.checkpointing is None else args.checkpointing)
+    shard(model, process, args.checkpointing)
     if args.method in ("sft", "rft"):
         mean_length = sum(turn >= 0 for item in items for turn in item.rows[0].turn_index) / len(items)
         objective = functools.partial(supervised_objective, mean_length=mean_length)

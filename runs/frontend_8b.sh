@@ -14,9 +14,9 @@ RUN="torchrun --nproc_per_node 8"
 $RUN collect.py --tasks data/frontend_train.jsonl --num_tasks 1000 --samples_per_task 6 --agent $MODEL \
   --human "$HUMAN_URL" --human_model $HUMAN --output "$OUT/episodes.jsonl"
 
-# 2. critic: every two pages of a task that differ by 0.1 in cosine are a pair
-$RUN train_critic.py --episodes "$OUT/episodes.jsonl" --model $MODEL --pairs all --margin 0.1 --epochs 8 \
-  --output "$OUT/critic"
+# 2. critic: a vision-language model with a value head, which sees a picture of the reference (some 6,500 tokens)
+$RUN train_critic.py --episodes "$OUT/episodes.jsonl" --model Qwen/Qwen2-VL-7B-Instruct --head value --pairs all \
+  --margin 0.1 --epochs 8 --max_length 16384 --output "$OUT/critic"
 
 # 3. policy, and what the paper compares it with
 $RUN train_policy.py --method sweet --episodes "$OUT/episodes.jsonl" --model $MODEL --critic "$OUT/critic" \

@@ -319,8 +319,21 @@ def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path)
     shutil.copytree(tiny(), tmp_path / "model")
     args = train_critic.parse_args(["--episodes", str(write_episodes(tmp_path / "e.jsonl")), "--model", "m", "--output", "o"])
     with pytest.raises(SystemExit, match="none of these scripts wrote"):
-        collect.claim_output(tmp_path / "model/run.json", args, args.episodes, collect.Process(0, 1, "cpu"))
+        collect.claim_output(tmp_path / "model/run.json", args, args.episodes, collect.Process(0, 1, "cpu"), ())
     assert not (tmp_path / "model/run.json").exists()
+
+
+def test_flags_that_change_cost_only_may_differ_when_a_run_goes_on(tmp_path):
+    command = ["--episodes", str(write_episodes(tmp_path / "e.jsonl")), "--model", "m", "--output", "o"]
+
+    def claim(*more):
+        collect.claim_output(tmp_path / "run.json", train_critic.parse_args(command + list(more)), command[1:2],
+                             collect.Process(0, 1, "cpu"), train_critic.TRAINING_COST_FLAGS)
+
+    claim()
+    claim("--micro_batch_size", "2", "--checkpointing")
+    with pytest.raises(SystemExit, match="differs in batch_size; expected the same command"):
+        claim("--batch_size", "2")
 
 
 # -----------------------------------------------------------------------------
