@@ -185,7 +185,7 @@ def complete_episode(row, where="episode"):
     } | row | {"task": task, "success": success, "turns": len(history) // 2, "error": error}
     for key, kind, optional in (("sample", int, False), ("leak", (int, float), False), ("reasons", dict, False),
                                 ("answer", str, True), ("agent_prompt", str, True),
-                                ("agent_tokens", int, "agent_tokens" not in row)):
+                                ("agent_tokens", int, True)):
         expect(episode, key, kind, where, optional)
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']}, expected a number from 0"
@@ -455,6 +455,8 @@ class Utterance(typing.NamedTuple):
 class SpeakerError(Exception):
     """One conversation could not be answered; stands in its place in the list that `speak` returns."""
 
+    refused = False  # true when the request itself is wrong (too long, mostly), so that asking again is no use
+
 
 def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None,
                  pictures=False):
@@ -488,7 +490,7 @@ class ScriptedSpeaker:
                 for messages, seed, task in zip(conversations, seeds, tasks, strict=True)]
 
     def count_tokens(self, texts):
-        return sum(len(text.split()) for text in texts)
+        return None  # has no tokens
 
     def _say(self, task, messages, seed):
         if "toy" not in task:  # nothing is scripted for real tasks; a dry run of the machinery is all this gives
@@ -521,7 +523,7 @@ class ServerSpeaker:
         return list(self.pool.map(lambda pair: self._answer(pair[0], n, pair[1]), zip(conversations, seeds, strict=True)))
 
     def count_tokens(self, texts):
-        return sum(len(text.split()) for text in texts)  # the server's tokenizer is not known
+        return None  # the server's tokenizer is not known
 
     def _answer(self, messages, n, seed):
         """n utterances for one conversation, or the SpeakerError that stands for them."""
@@ -540,6 +542,7 @@ class ServerSpeaker:
         import http.client
 
         body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed} | self.settings
+        failure = SpeakerError()
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"{self.url} was given up: {self.given_up}")
@@ -549,7 +552,7 @@ class ServerSpeaker:
                 self.failures_in_a_row, self.failing_since = 0, None
                 return choices
             except SpeakerError as error:
-                reason = str(error)
+                reason, failure = str(error), error
                 break
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"  # closed connection, silence, cut or senseless body
@@ -561,7 +564,8 @@ class ServerSpeaker:
         self.failures_in_a_row += 1
         if self.failures_in_a_row >= 20:
             self.given_up = self.given_up or reason
-        raise SpeakerError(f"{self.url}: {reason}")
+        failure.args = (f"{self.url}: {reason}",)
+        raise failure
 
     def _post(self, body):
         """The choices of one answer; SpeakerError for a request that is wrong and stays wrong, other errors may pass."""
@@ -579,10 +583,12 @@ class ServerSpeaker:
             with error:
                 said = error.read(300).decode(errors="replace")
             reason = f"HTTP {error.code}: {said.replace(key, '(the API key)') if key else said}"  # servers may repeat it
+            if error.code in (408, 409, 425, 429) or error.code >= 500:
+                raise OSError(reason) from None
+            failure = SpeakerError(reason)
             if error.code == 400:
-                self.failures_in_a_row = 0  # the server lives, only this request is wrong (too long, mostly)
-            kind = OSError if error.code in (408, 409, 425, 429) or error.code >= 500 else SpeakerError
-            raise kind(reason) from None
+                self.failures_in_a_row, failure.refused = 0, True  # the server lives, only this request is wrong
+            raise failure from None
         if not choices or any(not isinstance(choice["message"]["content"], str) for choice in choices):
             raise ValueError("an answer without choices or without text")
         return choices
@@ -654,6 +660,13 @@ def picture_inputs(processor, conversations):
                      add_special_tokens=False, return_tensors="pt")
 
 
+def default_device():
+    """Where to compute when torchrun has given this process no device."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", **options):
     """A transformers model, fp32 on a CPU and bf16 elsewhere, from safetensors only; what cannot be opened is named."""
     import safetensors
@@ -662,10 +675,9 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", **options)
 
     check_checkpoint(path)
     model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
-    dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
+    options = {"dtype": torch.float32 if str(device) == "cpu" else torch.bfloat16} | options
     try:
-        model, report = model_class.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
+        model, report = model_class.from_pretrained(path, use_safetensors=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
         raise SystemExit(f"{path}: could not open the model ({type(error).__name__}: {error}); expected a complete"
                          " checkpoint with safetensors weights; train it again or choose another") from None
@@ -685,9 +697,7 @@ class LocalSpeaker:
     """
 
     def __init__(self, path, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None, model=None, tokenizer=None):
-        import torch
-
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or default_device()
         self.tokenizer = tokenizer or load_tokenizer(path)
         self.model = (model or load_model(path, self.device)).eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
@@ -722,6 +732,7 @@ class LocalSpeaker:
         import torch
 
         cache, mask, logits = self._read(prompts, known)
+        known.clear()  # the batch has its own copy of these caches
         if n > 1:  # the prompt was read once; its cache is shared out to the n samples
             cache.batch_repeat_interleave(n)
             mask, logits = mask.repeat_interleave(n, 0), logits.repeat_interleave(n, 0)
@@ -795,10 +806,9 @@ class VisionSpeaker:
     """
 
     def __init__(self, path, temperature=0.0, max_new_tokens=1024, batch_size=64, device=None):
-        import torch
         from transformers import GenerationConfig
 
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device or default_device()
         self.processor = load_processor(path)
         self.model = load_model(path, self.device, "AutoModelForImageTextToText").eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
@@ -2373,7 +2383,7 @@ class Referee:
             # every turn of a dialogue shows the human the same reference page
             self.draw = functools.lru_cache(256)(self.browser.picture)
             name = args.clip or ("none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32")
-            self.clip = None if name == "none" else ClipReward(name, args.clip_crop, process.device or "cpu")
+            self.clip = None if name == "none" else ClipReward(name, args.clip_crop, process.device or default_device())
 
     def __enter__(self):
         return self

@@ -185,7 +185,7 @@ class JudgingModel:
 def load_scorer(args, device):
     if args.critic and args.critic.startswith("judge:"):
         return JudgingModel(args.critic.removeprefix("judge:"), args.critic_model, device)
-    return Critic(args.critic, device or "cpu") if args.critic else None
+    return Critic(args.critic, device) if args.critic else None
 
 
 def rollouts(args, process):
@@ -208,7 +208,7 @@ def rollouts(args, process):
 
 def annotate(policies, args, process):
     """What the report shows of each episode besides its text: the critic's advantages, the toy's true credit, pictures."""
-    scorer = None if (args.critic or "judge:").startswith("judge:") else Critic(args.critic, process.device or "cpu")
+    scorer = None if (args.critic or "judge:").startswith("judge:") else Critic(args.critic, process.device)
     episodes = [episode for runs in policies.values() for run in runs for episode in run if not episode["error"]]
     for episode in episodes:
         if scorer:

@@ -22,6 +22,7 @@ For pages, `--head value` with a vision-language `--model` is the paper's fronte
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -47,6 +48,7 @@ from colbench import (
     LocalSpeaker,
     agent_messages,
     critic_messages,
+    default_device,
     derive_seed,
     encode_dialogue,
     end_of_turn,
@@ -451,8 +453,8 @@ def scoring(model):
 
 
 def load_trainable(path, process, auto_class="AutoModelForCausalLM", **options):
-    """fp32 master weights. On a GPU the checkpoint's bf16 is read first, so that hosts need not hold fp32 copies."""
-    return load_model(path, process.device, auto_class, **options).float()
+    """fp32 master weights. They are read as the checkpoint has them, so that hosts need not hold fp32 copies of bf16."""
+    return load_model(path, process.device, auto_class, dtype="auto", **options).float()
 
 
 def my_share(entries, process):
@@ -510,18 +512,32 @@ def learning_rate(step, steps, args):
     return args.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def idle_forwards(model, parts, micro_batch_size, process):
+    """0, from as many forwards as other ranks have more rows to do in this micro-batch (`parts`: that of every rank).
+
+    All ranks gather the shards of the weights in each forward: who did fewer would let the others wait for ever.
+    """
+    counts = [len(grouped([row for item, _ in part for row in item.rows], micro_batch_size)) for part in parts]
+    row = parts[process.rank][0][0].rows[0]
+    row = row if row.look else Row([0], [-1], 1)  # text needs no more than a token
+    idle = (forward(model, collate([row], process.device)).sum() for _ in range(max(counts) - counts[process.rank]))
+    return 0.0 * sum(idle)
+
+
 def train_step(model, optimizer, batch, objective, args, process):
     """One optimiser step on a global batch; returns its metrics, averaged over the batch on all ranks."""
     total = sum(len(item.pairs) for item in batch)
-    # rows of like length share a forward, so that little of it is padding
-    mine = sorted(my_share(batch, process), key=lambda entry: max(len(row.ids) for row in entry[0].rows))
+    # like items are computed at the same time: little of a forward is padding, and ranks hardly wait for each other
+    batch = sorted(batch, key=lambda item: (len(item.rows), max(len(row.ids) for row in item.rows)))
+    shares = [my_share(batch, process._replace(rank=rank)) for rank in range(process.world)]
     sums = {}
-    for start in range(0, len(mine), args.micro_batch_size):
-        items = [item for item, _ in mine[start:start + args.micro_batch_size]]
-        weights = torch.tensor([weight * len(item.pairs) for item, weight in mine[start:start + args.micro_batch_size]],
+    for start in range(0, len(shares[0]), args.micro_batch_size):
+        parts = [share[start:start + args.micro_batch_size] for share in shares]
+        items, weights = zip(*parts[process.rank], strict=True)
+        weights = torch.tensor([weight * len(item.pairs) for item, weight in zip(items, weights, strict=True)],
                                device=process.device)
         metrics = objective(model, items)
-        loss = (metrics["train/loss"] * weights).sum() / total
+        loss = (metrics["train/loss"] * weights).sum() / total + idle_forwards(model, parts, args.micro_batch_size, process)
         (loss * process.world).backward()  # FSDP averages the gradients of the ranks; the batch wants their sum
         for name, values in metrics.items():
             sums[name] = sums.get(name, 0.0) + (values.detach() * weights).sum().double()
@@ -539,7 +555,8 @@ def train_step(model, optimizer, batch, objective, args, process):
 def train(model, items, objective, args, process, holdout=None):
     """The loop: plan, resume, step, log, save. `holdout()` adds its metrics after each epoch."""
     output = Path(args.output)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                  fused=process.device != "cpu")  # the usual one needs 4 more bytes a parameter on a GPU
     batches = plan_batches(len(items), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     start = load_state(output / "state", model, optimizer, process)
     log, norms = MetricsLog(output / "metrics.jsonl", start, process), []
@@ -627,8 +644,8 @@ def save_state(folder, step, model, optimizer, process):
     process.barrier()
     if process.leads:
         old = folder.with_name("state.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
+        if folder.exists():  # otherwise a kill came between the two renames, and the old one is all there is
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -642,7 +659,7 @@ def load_state(folder, model, optimizer, process):
     if not folder.is_dir():
         return 0
     try:
-        state = torch.load(path, weights_only=True, map_location=process.device) if path.is_file() else {"world": 0}
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True) if path.is_file() else {"world": 0}
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise SystemExit(f"{path}: found a state that cannot be read ({str(error).splitlines()[0]}), expected one that this"
                          " command saved; remove the folder to start again") from None
@@ -754,12 +771,14 @@ def holdout_metrics(model, items, args, process):
     rows = [row for item in items for row in item.rows]
     scored = turn_advantages(model, rows, args, process)
     pairs = batch_pairs(items, [len(item.rows) for item in items])
-    margins = numpy.array([sum(scored[chosen][0]) - sum(scored[rejected][0]) for chosen, rejected in pairs])
+    worth = [numpy.mean(scores) if args.head == "value" else sum(scores) for scores, _ in scored]  # as the loss has it
+    margins = numpy.array([worth[chosen] - worth[rejected] for chosen, rejected in pairs])
     flat = [(a, c, turn == rows[number].turns - 1 and rows[number].answered, side) for pair in pairs
             for side, number in enumerate(pair) for turn, (a, c) in enumerate(zip(*scored[number], strict=True))]
     values, lengths, answers, rejected = (numpy.array(column, dtype=float) for column in zip(*flat, strict=True))
-    metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(pairs),
-               "holdout/loss": float(numpy.logaddexp(0, -args.beta * margins).mean())}
+    metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(pairs)}
+    if args.head == "logratio":
+        metrics["holdout/loss"] = float(numpy.logaddexp(0, -args.beta * margins).mean())
     if lengths.std() > 0 and values.std() > 0:
         metrics["holdout/length_correlation"] = float(numpy.corrcoef(values, lengths)[0, 1])
     for side, name in enumerate(("chosen", "rejected")):
@@ -770,11 +789,11 @@ def holdout_metrics(model, items, args, process):
     return metrics
 
 
-def packed_rows(tokenizer, messages, texts, finished, max_length, look=None):
-    """Rows [prompt | a1 | a2 | ...] that hold the candidate `texts` of one state; None if not even one fits.
+def packed_rows(tokenizer, messages, texts, finished, max_length, look=None, apart=False):
+    """Rows [prompt | a1 | a2 | ...] that hold the candidate `texts` of one state; None if the longest does not fit.
 
     A candidate is its text and, when finished, the end-of-turn token: cut ones keep none, so nobody learns to stop there.
-    A vision-language critic numbers positions its own way, so each candidate has a row of its own.
+    A vision-language critic numbers positions its own way, so each candidate has a row of its own, as with `apart`.
     """
     end = end_of_turn(tokenizer)[0]
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -785,7 +804,7 @@ def packed_rows(tokenizer, messages, texts, finished, max_length, look=None):
         return None
     rows = []
     for ids in turns:
-        if not rows or look or len(rows[-1].ids) + len(ids) > max_length:
+        if not rows or look or apart or len(rows[-1].ids) + len(ids) > max_length:
             rows.append(Row(list(row.ids), [-1] * len(row.ids), 0, prompt=len(row.ids), look=look))
         rows[-1].turn_index += [rows[-1].turns] * len(ids)
         rows[-1].ids += ids
@@ -793,6 +812,14 @@ def packed_rows(tokenizer, messages, texts, finished, max_length, look=None):
     for row in rows:
         row.prompt *= row.turns > 1  # a row of one turn is an ordinary causal row and needs no mask
     return rows
+
+
+def exact_logits(model):
+    """Logits in fp32: rounded to bf16, as a GPU's models have them, they hide advantages that are as small as a step is."""
+    if model.dtype != torch.float32:
+        head = copy.deepcopy(model.get_output_embeddings()).float()  # a copy, since it may be the input embeddings, too
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        model.set_output_embeddings(head)
 
 
 class Critic:
@@ -806,13 +833,17 @@ class Critic:
         if not {"head", "normalise", "privileged", "max_length", "model"} <= flags.keys():
             raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
-        self.reference, self.max_length, self.device = reference, flags["max_length"], device
+        self.reference, self.max_length, self.device = reference, flags["max_length"], device or default_device()
         self.sight = Sight(path, self.privileged) if self.head == "value" and sees_pictures(path) else None
         self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
         kind = "AutoModelForTokenClassification" if self.head == "value" else "AutoModelForCausalLM"
         kind = vision_value_class(path) if self.sight else kind
-        self.model = load_model(path, device, kind).eval()
-        self.reference_model = None if self.head == "value" else load_model(flags["model"], device).eval()
+        self.model = load_model(path, self.device, kind).eval()
+        self.reference_model = None
+        if self.head == "logratio":
+            self.reference_model = load_model(flags["model"], self.device).eval()
+            exact_logits(self.model)
+            exact_logits(self.reference_model)
 
     def score(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None where a state is too long to be scored."""

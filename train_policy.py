@@ -137,6 +137,9 @@ def sample_candidates(states, keys, args, process):
                               [derive_seed(args.seed, *keys[n]) for n in numbers])
         for n, said in zip(numbers, spoken, strict=True):
             if isinstance(said, SpeakerError):
+                if said.refused:
+                    print(f"{keys[n]}: left out, since the server refuses this state ({said})")
+                    continue
                 raise SystemExit(f"sampling candidates failed: {said}; give the same command again to go on")
             row = dict(zip(("task_id", "sample", "turn"), keys[n], strict=True)) | {"messages": states[n][2]}
             store.append(row | {"candidates": [u.text for u in said], "finished": [u.finished for u in said]})
@@ -219,11 +222,9 @@ def candidate_items(tokenizer, rows, args):
         pairs = make_pairs(row["candidates"], row["advantages"], args.pairing, args.pairs_per_state, draw, gap)
         for wanted in pairs_by_item(pairs, args.share):
             used = sorted({place for pair in wanted for place in pair})
-            packed = []
-            for part in [[place] for place in used] if args.share == "none" else [used]:
-                packed += packed_rows(tokenizer, row["messages"], [row["candidates"][place] for place in part],
-                                      [row["finished"][place] for place in part], args.max_length) or []
-            if sum(r.turns for r in packed) < len(used) or not all(row["candidates"][place] for place in used):
+            texts, finished = ([row[name][place] for place in used] for name in ("candidates", "finished"))
+            packed = packed_rows(tokenizer, row["messages"], texts, finished, args.max_length, apart=args.share == "none")
+            if packed is None or not all(texts):
                 skipped += 1  # one is too long, or empty: it has no words to learn from
                 continue
             items.append(Item(packed, [], [(used.index(a), used.index(b)) for a, b in wanted]))

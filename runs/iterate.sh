@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# ROUNDS rounds of SWEET-RL on the embedded world: each collects with the last policy, trains a critic on its episodes,
-# and trains on, with the last policy as model and reference; then the table, round by round.
+# ROUNDS rounds of SWEET-RL on the embedded world: each collects with the last policy and trains on from it, with it as
+# model and reference. The critic starts from the base each time and learns from the episodes of all rounds, since a good
+# policy fails too seldom to teach one, and no longer reads a reference as well as the base. Then the table.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
-ROUNDS=${ROUNDS:-2} FIRST=${FIRST:-1} MODEL=${MODEL:-$BASE} OUT=${OUT:-runs/out/iterate$SUFFIX}
-PLAYED=()
+ROUNDS=${ROUNDS:-2} OUT=${OUT:-runs/out/iterate$SUFFIX}
+FIRST=${FIRST:-1} MODEL=${MODEL:-$BASE} # FIRST=2 MODEL=DIR EARLIER=FILE: go on from what was trained, and on what, already
+EPISODES=(${EARLIER:+"$EARLIER"}) PLAYED=()
 
-for round in $(seq "$FIRST" "$ROUNDS"); do  # FIRST=2 MODEL=DIR: go on from a policy that was trained already
+for round in $(seq "$FIRST" "$ROUNDS"); do
   DIR=$OUT/round$round
   collect "$MODEL" "$((SEED + 1000 * (round - 1)))" "$DIR/episodes.jsonl"
-  critic "$DIR/episodes.jsonl" "$MODEL" "$DIR/critic"
+  EPISODES+=("$DIR/episodes.jsonl")
+  critic "$DIR/episodes.jsonl" "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}"
   policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" --critic "$DIR/critic"
   MODEL=$DIR/policy
   play "sweet_round$round" "$MODEL" "$OUT/test"

@@ -9,7 +9,7 @@ for seed in $(seq 0 $((N - 1))); do
   export SEED=$seed OUT=$ROOT/$seed TASKS=${TASKS:-1500}
   [ -f "$OUT/report.html" ] || runs/toy.sh
   if [ "${ONLY:-}" != toy ]; then
-    FIRST=2 MODEL=$OUT/sweet OUT=$OUT/iterate runs/iterate.sh & runs/ablations.sh; wait $!
+    FIRST=2 MODEL=$OUT/sweet EARLIER=$OUT/episodes.jsonl OUT=$OUT/iterate runs/iterate.sh & runs/ablations.sh; wait $!
   fi
 done
 python - "$ROOT" <<'END'

@@ -1,5 +1,6 @@
 """The critic: equations, rows, pairs, reports. Run: pytest tests/test_critic.py"""
 
+import copy
 import json
 import math
 import types
@@ -385,3 +386,54 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
     single = [critic.score(whole["task"], messages, [whole["dialogue_history"][2 * turn + 1]["content"]], [True])[0]
               for _, turn, messages in train_critic.states_of([whole])]
     assert critic.score_dialogue(whole) == pytest.approx(single, abs=1e-5) and len(single) == 3
+
+
+def test_ranks_whose_items_have_different_numbers_of_rows_train_as_one_process_does(tiny, tmp_path):
+    with open(tmp_path / "episodes.jsonl", "w") as file:  # every success with every failure of 2, 3, ... 7 episodes
+        for number in range(6):
+            for sample in range(number + 2):
+                texts = ("t" * (number + 1), "what " * (sample + 1), "r", f"I WANT TO ANSWER: {number} {sample}")
+                file.write(json.dumps(episode(f"task{number}", float(sample == 1), sample, texts)) + "\n")
+    for processes in (1, 2):
+        run_script("train_critic.py", *flags(tmp_path / "episodes.jsonl", tiny(), tmp_path / str(processes), "--share", "state",
+                                             "--batch_size", 3), processes=processes, timeout=120)
+    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
+    assert all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
+
+
+def test_the_critics_logits_are_exact_where_its_model_is_not():
+    exact = tiny_model(byte_tokenizer(), tied=True)
+    ids = torch.arange(40)[None]
+    rounded = copy.deepcopy(exact).to(torch.bfloat16)
+    errors = [(rounded(ids).logits.float() - exact(ids).logits).abs().mean().item()]
+    train_critic.exact_logits(rounded)
+    errors.append((rounded(ids).logits - exact(ids).logits).abs().mean().item())
+    assert rounded(ids).logits.dtype == torch.float32 and errors[1] < errors[0]
+    assert rounded.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head, right", [("logratio", 0.0), ("value", 1.0)])
+def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(monkeypatch, head, right):
+    rows = [Row([0], [-1], 8), Row([0], [-1], 3)]  # eight turns, each a little better than the three of the other
+    monkeypatch.setattr(train_critic, "turn_advantages", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
+    found = train_critic.holdout_metrics(None, [train_critic.Item(rows, [1.0, 0.0])],
+                                         types.SimpleNamespace(head=head, beta=1.0), None)
+    assert found["holdout/accuracy"] == right and ("holdout/loss" in found) == (head == "logratio")
+
+
+def test_a_second_kill_between_the_renames_of_a_state_still_leaves_one_to_go_on_from(tiny, tmp_path, monkeypatch):
+    from colbench import load_model
+    from collect import Process
+
+    model, process = load_model(tiny()), Process(0, 1, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    train_critic.save_state(tmp_path / "state", 3, model, optimizer, process)
+    (tmp_path / "state").rename(tmp_path / "state.old")  # the first kill
+    monkeypatch.setattr(type(tmp_path), "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_critic.save_state(tmp_path / "state", 5, model, optimizer, process)
+    assert train_critic.load_state(tmp_path / "state", model, optimizer, process) == 3

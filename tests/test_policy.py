@@ -228,6 +228,16 @@ def test_state_sharing_takes_all_pairs_of_a_state_in_one_row(trained):
         assert (len(items) < report["pairs"]) == (share == "state")
 
 
+def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is():
+    row = {"task_id": "t", "sample": 0, "turn": 1, "messages": dialogue("t", "one question", "its reply"),
+           "candidates": ["a", "a long candidate " * 3], "finished": [True] * 2, "advantages": [0.0, 1.0]}
+    for room in range(60, 140, 5):
+        args = parsed("sweet", "--candidates", "x", "--share", "none", "--max_length", str(room))
+        for item in train_policy.candidate_items(byte_tokenizer(), [row], args)[0]:
+            prompts = [[i for i, turn in zip(part.ids, part.turn_index, strict=True) if turn < 0] for part in item.rows]
+            assert len(prompts) == 2 and prompts[0] == prompts[1]
+
+
 def test_the_least_gap_of_a_pair_means_the_same_for_advantages_on_any_scale(trained):
     rows = train_policy.read_candidates(trained / "sweet/candidates.jsonl")
     args = parsed("sweet", "--candidates", "x", "--min_gap", "1")

@@ -20,6 +20,7 @@ from conftest import ROOT
 
 import colbench
 import collect
+import train_policy
 from colbench import SpeakerError, Utterance, derive_seed, load_speaker, read_tasks
 
 TIMEOUT = 0.3  # of the client, in seconds
@@ -185,7 +186,30 @@ def test_a_request_that_is_wrong_is_not_repeated_and_does_not_speak_against_the_
         for _ in range(2):
             said = speaker.speak(CONVERSATIONS)
             assert all(isinstance(error, SpeakerError) and "HTTP 400: too long" in str(error) for error in said)
+            assert all(error.refused for error in said)
         assert len(calls) == 80
+
+
+class Short(Handler):
+    """Takes one message and no more."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        choices = [{"message": {"content": "said"}, "finish_reason": "stop"}] * body["n"]
+        short = len(body["messages"]) == 1
+        self.reply(200 if short else 400, json.dumps({"choices": choices}).encode() if short else b"too long")
+
+
+def test_a_state_that_a_server_refuses_is_left_out_of_the_candidates_and_the_rest_is_kept(tmp_path, capsys):
+    states = [(None, turn, [{"role": "user", "content": "x"}] * (turn + 1)) for turn in range(3)]
+    with running(echo) as server:
+        server.RequestHandlerClass = Short
+        args = train_policy.parse_args(["--method", "sweet", "--critic", "c", "--episodes", "e", "--model", "m", "--output",
+                                        str(tmp_path), "--sampler", server.url, "--num_candidates", "2"])
+        rows = train_policy.sample_candidates(states, [("t", 0, turn) for turn in range(3)], args,
+                                              collect.Process(0, 1, "cpu"))
+    assert [(row["turn"], row["candidates"]) for row in rows] == [(0, ["said", "said"])]
+    assert capsys.readouterr().out.count("left out") == 2
 
 
 def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
