@@ -75,6 +75,71 @@ def test_values_that_differ_are_not_credited(judge, expected, actual):
     assert not equal(judge, expected, actual)
 
 
+def sample_values():
+    import collections
+    import dataclasses
+    import datetime
+    import decimal
+    import fractions
+    import uuid
+
+    day, zone = datetime.datetime(2024, 1, 1, 12), datetime.timezone(datetime.timedelta(hours=2))
+    point = dataclasses.make_dataclass("Point", ["x", ("cached", int, dataclasses.field(default=0, compare=False))])
+    return [None, ..., True, 1, 1.0, 2, -1.5, 1e300, float("inf"), -float("inf"), 1 + 0j, 1 + 2j, "1", "a", b"a",
+            bytearray(b"a"), [], [1, 2], [2, 1], (1, 2), {1, 2}, frozenset([2, 1]), collections.deque([1, 2]), {1: "a"},
+            {True: "a"}, {"a": [1]},
+            collections.Counter({1: 2}), {1: 2}, {1: 2}.keys(), {1: 2}.items(), range(3), range(0, 3), range(0), range(2, 2),
+            range(5, 9, 9), range(5, 6), decimal.Decimal("1.0"), decimal.Decimal("1e9999"), decimal.Decimal("-1.5"),
+            fractions.Fraction(3, 2), day, day.date(), day.time(), day.replace(tzinfo=zone),
+            day.replace(hour=10, tzinfo=datetime.timezone.utc), datetime.timedelta(1), datetime.timedelta(hours=24), zone,
+            uuid.UUID(int=5), Path("a/b"), Path("a") / "b", point(1), point(1, 7), point(2)]
+
+
+def test_two_values_are_described_alike_exactly_when_python_calls_them_equal():
+    values = sample_values()
+    for one in values:
+        assert colbench.describe(one).startswith("="), one
+        for other in values:
+            assert (colbench.describe(one) == colbench.describe(other)) == bool(one == other), (one, other)
+
+
+def test_an_array_is_described_by_its_shape_and_values_and_is_no_list_while_a_numpy_scalar_is_its_number():
+    import numpy
+
+    for scalar in (numpy.int64(2), numpy.float64(-1.5), numpy.bool_(True), numpy.str_("a")):
+        assert colbench.describe(scalar) == colbench.describe(scalar.item()) != "incomparable"
+    arrays = [numpy.arange(4), numpy.array([0.0, 1, 2, 3]), numpy.arange(4).reshape(2, 2), [0, 1, 2, 3]]
+    described = [colbench.describe(array) for array in arrays]
+    assert described[0] == described[1] and len(set(described)) == 3
+    assert colbench.describe(arrays[0], official=True) == "incomparable"
+
+
+def test_what_has_no_value_of_its_own_or_is_too_large_is_not_comparable():
+    deep, endless = [], []
+    for _ in range(100):
+        deep = [deep]
+    endless.append(endless)
+    for value in (float("nan"), object(), len, iter([1]), deep, endless, list(range(400_000)), {1: [float("nan")]}):
+        assert colbench.describe(value) == "incomparable"
+
+
+@pytest.mark.parametrize("profile", ["fixed", "official"])
+def test_the_closed_child_reports_what_the_same_functions_give_outside(judge, profile):
+    code = ("import collections\ndef f(n):\n    return n + 1\ndef g(n):\n    return f(n)\n"
+            "class E(__import__('enum').Enum):\n    A = 1\n")
+    tests = ["f(1)", "g(1)", "E.A", "[f(i) for i in [1]]", "{f(i) for i in [1]}", "{i: i for i in [1]}", "sum(map(f, [1, 2]))",
+             "collections.OrderedDict(b=1, a=2)", "(lambda n: [i for i in range(n)])(2)", "f(", "f('')"]
+
+    def outside(test):
+        try:
+            return colbench.run_test(colbench.compile_for(code, "exec", profile == "official"), test, profile == "official")
+        except BaseException as error:
+            return f"raised {type(error).__name__}"
+
+    assert judge.outcomes(code, tests, profile, 5.0) == [outside(test) for test in tests]
+    assert ("raised NameError" in map(outside, tests)) == (profile == "official")
+
+
 def test_numpy_scalars_equal_numbers_and_arrays_equal_arrays(judge):
     pytest.importorskip("numpy")
     prelude = "import numpy as np"
