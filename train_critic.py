@@ -427,7 +427,7 @@ def shard(model, process, checkpointing):
     """FSDP2: each decoder layer and the root; fp32 master weights, bf16 compute on GPUs. In place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if process.device != "cpu" if checkpointing is None else checkpointing:
+    if checkpointing or (checkpointing is None and process.device != "cpu"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     if process.world == 1 and process.device == "cpu":

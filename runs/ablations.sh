@@ -15,7 +15,7 @@ ablation() { # NAME CRITIC_FLAGS...
 }
 ablation sweet_no_privileged --privileged none
 ablation sweet_no_normalise --normalise none
-ablation sweet_value_head --head value
+ablation sweet_value_head --head value --lr 3e-4 # the best of 5e-5, 3e-4 and 1e-3 on held-out tasks
 play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16 --num_tasks "${BEST:-200}"
 python evaluate.py --episodes "$OUT"/test/sweet_*/sweet_*.jsonl --against "$OUT/test/sweet/sweet.jsonl" \
   --output "$OUT/test/ablations"
