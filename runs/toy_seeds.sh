@@ -3,14 +3,12 @@
 # of N and a second round. Prints the table and writes runs/out/toy_seeds.json. ONLY=toy leaves out what comes after SWEET-RL.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-N=${1:-5} ROOT=${ROOT:-runs/out/seeds}
+export N=${1:-5} ROOT=${ROOT:-runs/out/seeds} TASKS=${TASKS:-1500}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-for seed in $(seq 0 $((N - 1))); do
-  export SEED=$seed OUT=$ROOT/$seed TASKS=${TASKS:-1500}
+for SEED in $(seq 0 $((N - 1))); do export SEED OUT=$ROOT/$SEED
   [ -f "$OUT/report.html" ] || runs/toy.sh
-  if [ "${ONLY:-}" != toy ]; then
-    FIRST=2 MODEL=$OUT/sweet EARLIER=$OUT/episodes.jsonl OUT=$OUT/iterate runs/iterate.sh & runs/ablations.sh; wait $!
-  fi
+  [ "${ONLY:-}" != toy ] || continue
+  FIRST=2 MODEL=$OUT/sweet EARLIER=$OUT/episodes.jsonl OUT=$OUT/iterate runs/iterate.sh & runs/ablations.sh; wait $!
 done
 python - "$ROOT" <<'END'
 import argparse, json, sys
@@ -18,14 +16,19 @@ from pathlib import Path
 from evaluate import compare, lines_of, policy_table, read_policies, score
 root = Path(sys.argv[1])
 names = "base single_turn rft mtdpo sweet sweet_no_privileged sweet_no_normalise sweet_value_head sweet_round2".split()
-policies = read_policies([f"{name}={path}" for name in names for path in sorted(root.glob(f"[0-9]*/**/{name}.jsonl"))])
-results, tables, draws = score(policies, argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
-pairs = [("sweet", other) for other in policies if other != "sweet"] + [
-    ("rft", "base"), ("mtdpo", "base"), ("base", "single_turn"), ("sweet_round2", "sweet")]
-table = {name: entry["success_by_seed"] for name, entry in results["policies"].items()}
+files = {name: found for name in names # name -> seed -> file
+         if (found := {path.relative_to(root).parts[0]: path for path in root.glob(f"[0-9]*/**/{name}.jsonl")})}
+def scored(names, seeds):
+    runs = [f"{name}={files[name][seed]}" for name in names for seed in sorted(seeds) if seed in files[name]]
+    return score(read_policies(runs), argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
+results = scored(files, files["base"])[0]
+print("\n".join(lines_of(policy_table(results), markdown=True)))
+table = {name: entry["success_by_seed"] for name, entry in results["policies"].items()} | {"differences": {}}
 table["mean"] = {name: entry["numbers"]["success"] for name, entry in results["policies"].items()}
-table["differences"] = {f"{a} - {b}": compare(tables[a], tables[b], "success", draws)["difference"]
-                        for a, b in pairs if a in tables and b in tables}
+for a, b in [("sweet", name) for name in files if name != "sweet"] + [("rft", "base"), ("mtdpo", "base"), ("base", "single_turn")]:
+    _, tables, draws = scored([a, b], files[a].keys() & files[b].keys()) # an ablation may have fewer seeds
+    number = table["differences"][f"{a} - {b}"] = compare(tables[a], tables[b], "success", draws)["difference"]
+    print(f"{a} - {b}: {100 * number['value']:+.1f} [{100 * number['low']:+.1f}, {100 * number['high']:+.1f}]")
 for name, critic in (("credit_auc", "critic"), ("credit_auc_no_privileged", "sweet_no_privileged/critic")):
     logs = [path.read_text().splitlines() for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl"))]
     kinds = [{key: value for line in log for key, value in json.loads(line).items() if "credit_auc" in key} for log in logs]
@@ -33,8 +36,5 @@ for name, critic in (("credit_auc", "critic"), ("credit_auc_no_privileged", "swe
 best = [json.loads(path.read_text())["policies"] for path in sorted(root.glob("[0-9]*/test/best_of_n/results.json"))]
 table["best_of_n"] = {n: [seed[f"base-best-of-{n}"]["success_by_seed"][0] for seed in best] for n in (1, 2, 4, 8, 16)}
 Path("runs/out/toy_seeds.json").write_text(json.dumps(table, indent=1) + "\n")
-print("\n".join(lines_of(policy_table(results), markdown=True)))
-for pair, number in table["differences"].items():
-    print(f"{pair:30s} {100 * number['value']:+.1f} [{100 * number['low']:+.1f}, {100 * number['high']:+.1f}]")
 print({name: table[name] for name in ("credit_auc", "credit_auc_no_privileged", "best_of_n")})
 END
