@@ -1159,6 +1159,7 @@ PROCESS_MARK = 0x7A7A7A7A  # stands in the child's filter where its process id g
 
 
 def set_limits(limits: dict[str, int]) -> bool:
+    worked = True
     for name, wanted in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -1166,8 +1167,8 @@ def set_limits(limits: dict[str, int]) -> bool:
         try:
             resource.setrlimit(kind, (value, value))
         except (ValueError, OSError):  # macOS knows the name RLIMIT_AS and refuses the limit
-            return False
-    return True
+            worked = False
+    return worked
 
 
 def readable_places() -> list[str]:

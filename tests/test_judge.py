@@ -286,6 +286,18 @@ def test_an_owner_that_ends_while_its_worker_starts_leaves_no_scratch_folder(tmp
     assert done.returncode == 9 and not running(int(done.stdout)) and not os.listdir(tmp_path)
 
 
+def test_a_limit_that_the_system_refuses_leaves_the_others_in_force(monkeypatch):
+    asked = []
+
+    def setrlimit(kind, values):
+        asked.append(kind)
+        if kind == colbench.resource.RLIMIT_AS:
+            raise ValueError("as on macOS")
+
+    monkeypatch.setattr(colbench.resource, "setrlimit", setrlimit)
+    assert not colbench.set_limits(colbench.LIMITS) and len(asked) == len(colbench.LIMITS)
+
+
 def test_require_protection_refuses_a_machine_that_lacks_one(monkeypatch):
     monkeypatch.setattr(colbench.Worker, "ready", lambda self: {"limits": True, "files": False})
     with pytest.raises(SystemExit, match="without these protections: system calls, files, privileges"):
