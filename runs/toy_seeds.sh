@@ -29,7 +29,8 @@ for a, b in [("sweet", name) for name in files if name != "sweet"] + [("rft", "b
     _, tables, draws = scored([a, b], files[a].keys() & files[b].keys()) # an ablation may have fewer seeds
     number = table["differences"][f"{a} - {b}"] = compare(tables[a], tables[b], "success", draws)["difference"]
     print(f"{a} - {b}: {100 * number['value']:+.1f} [{100 * number['low']:+.1f}, {100 * number['high']:+.1f}]")
-for name, critic in (("credit_auc", "critic"), ("credit_auc_no_privileged", "sweet_no_privileged/critic")):
+for kind in ("", "_no_privileged", "_no_normalise", "_value_head", "_round2"):
+    name, critic = f"credit_auc{kind}", {"": "critic", "_round2": "iterate/round2/critic"}.get(kind, f"sweet{kind}/critic")
     logs = [path.read_text().splitlines() for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl"))]
     kinds = [{key: value for line in log for key, value in json.loads(line).items() if "credit_auc" in key} for log in logs]
     table |= {name: [seed["credit_auc/all"] for seed in kinds], f"{name}_by_kind": kinds}
