@@ -1051,6 +1051,7 @@ def answer_job(descriptor: int) -> None:
     """Read the job from the parent and write one line per test: what came out of it."""
     job = json.loads(b"".join(iter(lambda: os.read(descriptor, 1 << 16), b"")))
     official = job["profile"] == "official"
+    sys.setswitchinterval(1e-4)  # a thread that an answer left spinning hardly delays the tests that follow
     reseed, generator = super(random.Random, random._inst).seed, random._inst
     failure, program = "", None
     with contextlib.suppress(ImportError):
