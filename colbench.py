@@ -453,9 +453,14 @@ class Utterance(typing.NamedTuple):
 
 
 class SpeakerError(Exception):
-    """One conversation could not be answered; stands in its place in the list that `speak` returns."""
+    """One conversation could not be answered; stands in its place in the list that `speak` returns.
 
-    refused = False  # true when the request itself is wrong (too long, mostly), so that asking again is no use
+    `refused`: the request itself is wrong (too long, mostly), so that asking again is no use.
+    """
+
+    def __init__(self, reason, refused=False):
+        super().__init__(reason)
+        self.refused = refused
 
 
 def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None,
@@ -542,7 +547,7 @@ class ServerSpeaker:
         import http.client
 
         body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed} | self.settings
-        failure = SpeakerError()
+        refused = False
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"{self.url} was given up: {self.given_up}")
@@ -552,7 +557,7 @@ class ServerSpeaker:
                 self.failures_in_a_row, self.failing_since = 0, None
                 return choices
             except SpeakerError as error:
-                reason, failure = str(error), error
+                reason, refused = str(error), error.refused
                 break
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"  # closed connection, silence, cut or senseless body
@@ -564,8 +569,7 @@ class ServerSpeaker:
         self.failures_in_a_row += 1
         if self.failures_in_a_row >= 20:
             self.given_up = self.given_up or reason
-        failure.args = (f"{self.url}: {reason}",)
-        raise failure
+        raise SpeakerError(f"{self.url}: {reason}", refused)
 
     def _post(self, body):
         """The choices of one answer; SpeakerError for a request that is wrong and stays wrong, other errors may pass."""
@@ -585,10 +589,9 @@ class ServerSpeaker:
             reason = f"HTTP {error.code}: {said.replace(key, '(the API key)') if key else said}"  # servers may repeat it
             if error.code in (408, 409, 425, 429) or error.code >= 500:
                 raise OSError(reason) from None
-            failure = SpeakerError(reason)
             if error.code == 400:
-                self.failures_in_a_row, failure.refused = 0, True  # the server lives, only this request is wrong
-            raise failure from None
+                self.failures_in_a_row = 0  # the server lives, only this request is wrong
+            raise SpeakerError(reason, refused=error.code == 400) from None
         if not choices or any(not isinstance(choice["message"]["content"], str) for choice in choices):
             raise ValueError("an answer without choices or without text")
         return choices

@@ -168,6 +168,11 @@ def claim_output(path, args, inputs, process, cost_flags):
     return run
 
 
+def claim_rollout(path, args, process):
+    """claim_output for a file of episodes; how many dialogues are played at the same time changes none of them."""
+    claim_output(path, args, [args.tasks] if Path(args.tasks).is_file() else [], process, ("batch_size",))
+
+
 def read_run(path):
     """The record of a run that claim_output wrote."""
     try:
@@ -321,9 +326,6 @@ def add_rollout_flags(parser):
     parser.add_argument("--batch_size", type=int, default=64, help="dialogues played at the same time by each process")
 
 
-ROLLOUT_COST_FLAGS = ("batch_size",)  # may differ when a run goes on
-
-
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_rollout_flags(parser)
@@ -396,8 +398,7 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
 def main(args):
     process = join_processes()
     tasks = read_tasks(args.tasks, args.num_tasks)
-    claim_output(f"{args.output}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process,
-                 ROLLOUT_COST_FLAGS)
+    claim_rollout(f"{args.output}.run.json", args, process)
     episodes = collect(tasks, args.samples_per_task, args, process, args.output)
     if process.leads:
         failures = [episode["error"] for episode in episodes if episode["error"]]

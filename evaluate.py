@@ -48,15 +48,7 @@ from colbench import (
     toy_credit,
     write_atomically,
 )
-from collect import (
-    ROLLOUT_COST_FLAGS,
-    add_rollout_flags,
-    check_rollout_flags,
-    claim_output,
-    collect,
-    join_processes,
-    launch,
-)
+from collect import add_rollout_flags, check_rollout_flags, claim_rollout, collect, join_processes, launch
 from train_critic import Critic
 
 # -----------------------------------------------------------------------------
@@ -196,8 +188,7 @@ def rollouts(args, process):
     for count in args.best_of_n or [1]:
         name = f"{base}-best-of-{count}" if args.best_of_n else base
         path = Path(args.output) / f"{name}.jsonl"
-        claim_output(f"{path}.run.json", args, [args.tasks] if Path(args.tasks).is_file() else [], process,
-                     ROLLOUT_COST_FLAGS)
+        claim_rollout(f"{path}.run.json", args, process)
         collect(tasks, args.repeats, args, process, path,
                 lambda agent, count=count: BestOfN(agent, scorer, count) if count > 1 else agent)
         policies[name] = [read_episodes(path)]

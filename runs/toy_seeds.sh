@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The whole embedded experiment over N seeds, on twice the tasks of `make toy`: base, baselines, SWEET-RL, ablations, best
-# of N and a second round. Prints the table and writes runs/out/toy_seeds.json. ONLY=toy leaves out what comes after SWEET-RL.
+# N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json. ONLY=toy leaves out ablations, best of N, round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export N=${1:-5} ROOT=${ROOT:-runs/out/seeds} TASKS=${TASKS:-1500}
@@ -13,20 +12,20 @@ done
 python - "$ROOT" <<'END'
 import argparse, json, sys
 from pathlib import Path
-from evaluate import compare, lines_of, policy_table, read_policies, score
+from evaluate import compare, lines_of, policy_table, read_episodes, score
 root = Path(sys.argv[1])
 names = "base single_turn rft mtdpo sweet sweet_no_privileged sweet_no_normalise sweet_value_head sweet_round2".split()
-files = {name: found for name in names # name -> seed -> file
-         if (found := {path.relative_to(root).parts[0]: path for path in root.glob(f"[0-9]*/**/{name}.jsonl")})}
+runs = {name: found for name in names if (found := { # name -> seed -> episodes
+    path.relative_to(root).parts[0]: read_episodes(path) for path in root.glob(f"[0-9]*/**/{name}.jsonl")})}
 def scored(names, seeds):
-    runs = [f"{name}={files[name][seed]}" for name in names for seed in sorted(seeds) if seed in files[name]]
-    return score(read_policies(runs), argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
-results = scored(files, files["base"])[0]
+    policies = {name: [runs[name][seed] for seed in sorted(seeds) if seed in runs[name]] for name in names}
+    return score(policies, argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
+results = scored(runs, runs["base"])[0]
 print("\n".join(lines_of(policy_table(results), markdown=True)))
 table = {name: entry["success_by_seed"] for name, entry in results["policies"].items()} | {"differences": {}}
 table["mean"] = {name: entry["numbers"]["success"] for name, entry in results["policies"].items()}
-for a, b in [("sweet", name) for name in files if name != "sweet"] + [("rft", "base"), ("mtdpo", "base"), ("base", "single_turn")]:
-    _, tables, draws = scored([a, b], files[a].keys() & files[b].keys()) # an ablation may have fewer seeds
+for a, b in [("sweet", name) for name in runs if name != "sweet"] + [("rft", "base"), ("mtdpo", "base"), ("base", "single_turn")]:
+    _, tables, draws = scored([a, b], runs[a].keys() & runs[b].keys()) # an ablation may have fewer seeds
     number = table["differences"][f"{a} - {b}"] = compare(tables[a], tables[b], "success", draws)["difference"]
     print(f"{a} - {b}: {100 * number['value']:+.1f} [{100 * number['low']:+.1f}, {100 * number['high']:+.1f}]")
 for kind in ("", "_no_privileged", "_no_normalise", "_value_head", "_round2"):

@@ -231,10 +231,11 @@ def test_credit_pairs_know_their_kind():
 # The script
 
 
-def write_episodes(path, tasks=6, samples=3):
+def write_episodes(path, tasks=6, samples=3, more=0):
+    """Each task has `more` samples more than the one before."""
     with open(path, "w") as file:
         for number in range(tasks):
-            for sample in range(samples):
+            for sample in range(samples + more * number):
                 texts = ("t" * (number + 1), "what " * (sample + 1), "r", f"I WANT TO ANSWER: {number} {sample}")
                 file.write(json.dumps(episode(f"task{number}", float(sample == 1), sample, texts)) + "\n")
     return path
@@ -389,13 +390,9 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
 
 
 def test_ranks_whose_items_have_different_numbers_of_rows_train_as_one_process_does(tiny, tmp_path):
-    with open(tmp_path / "episodes.jsonl", "w") as file:  # every success with every failure of 2, 3, ... 7 episodes
-        for number in range(6):
-            for sample in range(number + 2):
-                texts = ("t" * (number + 1), "what " * (sample + 1), "r", f"I WANT TO ANSWER: {number} {sample}")
-                file.write(json.dumps(episode(f"task{number}", float(sample == 1), sample, texts)) + "\n")
+    episodes = write_episodes(tmp_path / "episodes.jsonl", samples=2, more=1)
     for processes in (1, 2):
-        run_script("train_critic.py", *flags(tmp_path / "episodes.jsonl", tiny(), tmp_path / str(processes), "--share", "state",
+        run_script("train_critic.py", *flags(episodes, tiny(), tmp_path / str(processes), "--share", "state",
                                              "--batch_size", 3), processes=processes, timeout=120)
     one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
     assert all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
