@@ -736,8 +736,8 @@ class LocalSpeaker:
 
         cache, mask, logits = self._read(prompts, known)
         known.clear()  # the batch has its own copy of these caches
-        if n > 1:  # the prompt was read once; its cache is shared out to the n samples
-            cache.batch_repeat_interleave(n)
+        if n > 1:  # the prompt was read once, and its n samples look at it together
+            cache = share_prompts(self.model, cache, n)
             mask, logits = mask.repeat_interleave(n, 0), logits.repeat_interleave(n, 0)
         total = len(prompts) * n
         uniform = uniform_numbers(seeds, n, self.max_new_tokens)
@@ -800,6 +800,86 @@ class LocalSpeaker:
         columns = mask[row].nonzero().squeeze(1)
         layers = [(layer.keys[row][:, columns], layer.values[row][:, columns]) for layer in cache.layers]
         return ids[:len(columns)], layers
+
+
+def share_prompts(model, cache, n):
+    """The cache of n samples for each row of `cache`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation == "eager":  # sinks, soft caps: what `shared_prompts_attention` does not know
+        cache.batch_repeat_interleave(n)
+        return cache
+    AttentionInterface.register("shared_prompts", shared_prompts_attention)
+    AttentionMaskInterface.register("shared_prompts", sdpa_mask)
+    model.set_attn_implementation("shared_prompts")
+    return SharedPrompts(cache, n)
+
+
+class SharedPrompts:
+    """The cache of n samples of each prompt, which holds a prompt's keys and values once and not n times.
+
+    For transformers it is a cache of R rows, one for each sample that is still being written. Letters in shapes:
+    G prompts, K heads of keys, Q heads of queries to each of them, D numbers in a head.
+    """
+
+    def __init__(self, prompts, n):
+        import torch
+        from transformers import DynamicCache
+
+        self.prompts, self.samples, self.n = prompts, DynamicCache(), n
+        keys = prompts.layers[0].keys  # (G, K, P, D)
+        self.slots = torch.arange(len(keys) * n, device=keys.device)  # row r is sample slots[r] of the G n that there were
+        self.prompt_length = keys.shape[2]
+
+    def get_seq_length(self, layer_idx=0):
+        return self.prompt_length + self.samples.get_seq_length(layer_idx)
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, *query):
+        length, offset = self.samples.get_mask_sizes(*query)
+        return self.prompt_length + length, offset
+
+    def update(self, keys, values, layer, *_, **__):
+        """Prompts and samples apart, as `shared_prompts_attention` takes them."""
+        keys, values = self.samples.update(keys, values, layer)
+        return (self.prompts.layers[layer].keys, keys), (self.prompts.layers[layer].values, values, self)
+
+    def batch_select_indices(self, rows):
+        """Only these samples go on, and only prompts that have one are kept."""
+        self.samples.batch_select_indices(rows)
+        prompts, place = (self.slots[rows] // self.n).unique(return_inverse=True)
+        self.slots = place * self.n + self.slots[rows] % self.n
+        self.prompts.batch_select_indices(prompts)
+
+    def by_prompt(self, rows):
+        """(R, K, Q, X) -> (G, K, n Q, X): the samples of a prompt side by side, 0 for those that are finished."""
+        groups = len(self.prompts.layers[0].keys)
+        table = rows.new_zeros(groups * self.n, *rows.shape[1:]).index_copy(0, self.slots, rows)
+        return table.unflatten(0, (groups, self.n)).transpose(1, 2).flatten(2, 3)
+
+    def by_sample(self, groups):
+        """(G, K, n Q, X) -> (R, K, Q, X)"""
+        return groups.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
+
+
+def shared_prompts_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """Attention of the next token of each sample, (R, K Q, 1, D): one product for all samples of a prompt, not one each."""
+    import torch
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if isinstance(key, torch.Tensor):  # whole prompts are being read
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    (prompt_keys, keys), (prompt_values, values, cache) = key, value
+    query = query.squeeze(2).unflatten(1, (keys.shape[1], -1)) * scaling  # (R, K, Q, D)
+    scores = torch.cat([cache.by_sample(cache.by_prompt(query) @ prompt_keys.mT), query @ keys.mT], -1)  # (R, K, Q, T)
+    if attention_mask is not None:  # (R, 1, 1, T)
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(values)
+    at_prompt, at_own = weights.split([prompt_keys.shape[2], keys.shape[2]], -1)
+    seen = cache.by_sample(cache.by_prompt(at_prompt) @ prompt_values) + at_own @ values  # (R, K, Q, D)
+    return seen.flatten(1, 2)[:, None], None
 
 
 class VisionSpeaker:

@@ -238,6 +238,26 @@ def test_each_token_of_a_sample_is_drawn_with_a_number_of_its_own():
         assert said[sample].text == sampler.tokenizer.decode(longer[0, start:], skip_special_tokens=True).strip()
 
 
+@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3"))
+def test_samples_that_look_at_one_prompt_together_say_what_samples_with_copies_of_it_say(family, monkeypatch):
+    """Samples of prompts of unequal length end at different times, so rows and whole prompts leave the batch."""
+    sampler = speaker(family=family, max_new_tokens=40)
+    sampler.stops |= set(range(50))  # texts end often
+    together = sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
+    assert sampler.model.config._attn_implementation == "shared_prompts"
+    monkeypatch.setattr(colbench, "share_prompts", lambda model, cache, n: cache.batch_repeat_interleave(n) or cache)
+    assert together == sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
+    longest = [max(len(utterance.text) for utterance in said) for said in together]
+    assert len(set(longest)) > 2 and len({utterance.text for said in together for utterance in said}) > 9
+
+
+def test_a_model_with_an_attention_of_its_own_keeps_it_for_samples():
+    sampler, eager = speaker(), speaker()
+    eager.model.set_attn_implementation("eager")
+    assert eager.speak(CONVERSATIONS, n=3, seeds=range(5)) == sampler.speak(CONVERSATIONS, n=3, seeds=range(5))
+    assert eager.model.config._attn_implementation == "eager"
+
+
 def test_greedy_equals_the_generate_of_transformers():
     greedy = speaker(temperature=0, max_new_tokens=20)
     ids = colbench.encode_prompt(greedy.tokenizer, CONVERSATIONS[0])
