@@ -841,10 +841,11 @@ class SharedPrompts:
         length, offset = self.samples.get_mask_sizes(*query)
         return self.prompt_length + length, offset
 
-    def update(self, keys, values, layer, *_, **__):
+    def update(self, keys, values, layer_idx, *_, **__):
         """Prompts and samples apart, as `shared_prompts_attention` takes them."""
-        keys, values = self.samples.update(keys, values, layer)
-        return (self.prompts.layers[layer].keys, keys), (self.prompts.layers[layer].values, values, self)
+        keys, values = self.samples.update(keys, values, layer_idx)
+        shared = self.prompts.layers[layer_idx]
+        return (shared.keys, keys), (shared.values, values, self)
 
     def batch_select_indices(self, rows):
         """Only these samples go on, and only prompts that have one are kept."""
