@@ -802,17 +802,22 @@ class LocalSpeaker:
         return ids[:len(columns)], layers
 
 
-def share_prompts(model, cache, n):
-    """The cache of n samples for each row of `cache`."""
+def use_attention(model, name, function):
+    """Let the model attend by `function`, with the masks that it makes for scaled_dot_product_attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
+
+
+def share_prompts(model, cache, n):
+    """The cache of n samples for each row of `cache`."""
     if model.config._attn_implementation == "eager":  # sinks, soft caps: what `shared_prompts_attention` does not know
         cache.batch_repeat_interleave(n)
         return cache
-    AttentionInterface.register("shared_prompts", shared_prompts_attention)
-    AttentionMaskInterface.register("shared_prompts", sdpa_mask)
-    model.set_attn_implementation("shared_prompts")
+    use_attention(model, "shared_prompts", shared_prompts_attention)
     return SharedPrompts(cache, n)
 
 
@@ -850,8 +855,9 @@ class SharedPrompts:
     def batch_select_indices(self, rows):
         """Only these samples go on, and only prompts that have one are kept."""
         self.samples.batch_select_indices(rows)
-        prompts, place = (self.slots[rows] // self.n).unique(return_inverse=True)
-        self.slots = place * self.n + self.slots[rows] % self.n
+        slots = self.slots[rows]
+        prompts, place = (slots // self.n).unique(return_inverse=True)
+        self.slots = place * self.n + slots % self.n
         self.prompts.batch_select_indices(prompts)
 
     def by_prompt(self, rows):

@@ -64,6 +64,7 @@ from colbench import (
     read_jsonl,
     sees_pictures,
     toy_credit,
+    use_attention,
     write_atomically,
 )
 from collect import claim_output, join_processes, launch, read_run, require_at_least
@@ -225,12 +226,7 @@ def forward(model, batch, **options):
         return forward_seen(model, batch["ids"], **batch["seen"].to(model.device, model.dtype)).logits
     # Without a mask and without cache every row is plain causal; padding stands on the right, where no token looks
     if batch["mask"] is not None and model.config._attn_implementation != "packed":
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-
-        AttentionInterface.register("packed", packed_attention)
-        AttentionMaskInterface.register("packed", sdpa_mask)  # for whoever samples from this model with padding
-        model.set_attn_implementation("packed")
+        use_attention(model, "packed", packed_attention)
     return model(input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=batch["mask"], use_cache=False,
                  **options).logits
 
