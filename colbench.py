@@ -1137,9 +1137,9 @@ def run_test(program, test: str, official: bool) -> str:
     return describe(eval(compile_for(test.strip(), "eval", official), shared, local), official)
 
 
-def answer_job(descriptor: int) -> None:
-    """Read the job from the parent and write one line per test: what came out of it."""
-    job = json.loads(b"".join(iter(lambda: os.read(descriptor, 1 << 16), b"")))
+def run_job(text: bytes, descriptor: int) -> None:
+    """Write one line per test of a job: what came out of it."""
+    job = json.loads(text)
     official = job["profile"] == "official"
     sys.setswitchinterval(1e-4)  # a thread that an answer left spinning hardly delays the tests that follow
     reseed, generator = super(random.Random, random._inst).seed, random._inst
@@ -1161,8 +1161,21 @@ def answer_job(descriptor: int) -> None:
         except BaseException as error:
             outcome = f"raised {type(error).__name__}"
         os.write(descriptor, outcome.encode("ascii", "replace") + b"\n")
+
+
+def answer_job(descriptor: int) -> None:
+    """A child's work: the job that the parent sends, and the end."""
+    run_job(b"".join(iter(lambda: os.read(descriptor, 1 << 16), b"")), descriptor)
     os.close(descriptor)  # the parent goes on while the rest of the process is taken down
     os._exit(0)
+
+
+def rehearse() -> None:
+    """A job of our own before any fork: Python rewrites code in its first runs, and each child would do so in its own copy."""
+    job = {"code": "def f(n):\n    return {str(i): [i, 0.5] for i in range(n)}", "tests": ["f(2)", "f()"], "profile": "fixed"}
+    with open(os.devnull, "wb") as nowhere:
+        for _ in range(10):
+            run_job(json.dumps(job).encode(), nowhere.fileno())
 
 
 # -----------------------------------------------------------------------------
@@ -1310,9 +1323,8 @@ def landlock_rules(libc: ctypes.CDLL, folder: str) -> int:
     return rules
 
 
-def install_filter(libc: ctypes.CDLL, program: bytes) -> bool:
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
+def install_filter(libc: ctypes.CDLL, program: ctypes.Array) -> bool:
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(program))
     return libc.prctl(FILTER, 2, header, 0, 0) == 0
 
 
@@ -1329,8 +1341,8 @@ def lock_down(libc: ctypes.CDLL, folder: str) -> tuple[dict[str, bool], int]:
     libc.prctl(DEATH_SIGNAL, signal.SIGUSR1, 0, 0, 0)
     rules = landlock_rules(libc, folder)
     known = platform.machine() in MACHINES and struct.calcsize("P") == 8
-    status |= {"files": rules >= 0, "system calls": known and install_filter(libc, worker_filter())}
-    return status, rules
+    filtered = known and install_filter(libc, ctypes.create_string_buffer(worker_filter()))
+    return status | {"files": rules >= 0, "system calls": filtered}, rules
 
 
 def empty_folder(folder: str) -> None:
@@ -1350,14 +1362,15 @@ def empty_folder(folder: str) -> None:
             os.rmdir(entry)
 
 
-def run_child(libc: ctypes.CDLL | None, descriptor: int, worker: int, rules: int, program: bytes) -> None:
+def run_child(libc: ctypes.CDLL | None, descriptor: int, worker: int, rules: int, program: ctypes.Array | None) -> None:
     try:
         set_limits({"CPU": SECONDS_OF_CHILD})  # the parent's clock is the limit; this one is for when it is gone
         if libc:
             libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
             confined = rules < 0 or libc.syscall(RESTRICT_SELF, rules, 0) == 0
-            mine, mark = struct.pack("I", os.getpid()), struct.pack("I", PROCESS_MARK)
-            if not confined or program and not install_filter(libc, program.replace(mark, mine)):
+            if program:
+                program.raw = program.raw.replace(struct.pack("I", PROCESS_MARK), struct.pack("I", os.getpid()))
+            if not confined or program and not install_filter(libc, program):
                 os._exit(1)
         if os.getppid() == worker:
             answer_job(descriptor)
@@ -1372,14 +1385,15 @@ def serve_answers(control: socket.socket, folder: str) -> None:
         del sys.path[0]  # Python 3.10 has no -P
     globals().update(vars(builtins))  # an answer that rebinds builtins.int does not rebind ours
     signal.signal(signal.SIGUSR1, lambda *_: os.getppid() == owner or sys.exit())  # also sent when a mere thread ends
-    status, rules, program, libc = {"limits": set_limits(LIMITS)}, -1, b"", None
+    status, rules, program, libc = {"limits": set_limits(LIMITS)}, -1, None, None
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         locks, rules = lock_down(libc, folder)
         status |= locks
-        program = child_filter(PROCESS_MARK) if status["system calls"] else b""
+        program = ctypes.create_string_buffer(child_filter(PROCESS_MARK)) if status["system calls"] else None
     os.dup2(0, 2)
     control.send(json.dumps(status).encode() + b"\n")
+    rehearse()
     gc.collect()
     gc.freeze()
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
