@@ -55,7 +55,6 @@ import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import blake2b
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -515,7 +514,8 @@ class ServerSpeaker:
     def __init__(self, url, model_name, temperature, max_new_tokens, in_flight=64, retries=8, pause=0.2, timeout=300):
         self.url, self.model_name = url.rstrip("/"), model_name
         self.retries, self.pause, self.timeout = retries, pause, timeout  # seconds: before the first retry, of silence
-        self.settings = {"temperature": temperature, "max_tokens": max_new_tokens}
+        # a server's own default is mostly what the checkpoint recommends: not the policy itself, but its likelier words
+        self.settings = {"temperature": temperature, "max_tokens": max_new_tokens, "top_p": 1}
         self.pool = ThreadPoolExecutor(in_flight)
         self.failures_in_a_row, self.failing_since, self.given_up = 0, None, None  # given_up: the reason, once it is
 
@@ -677,6 +677,8 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", **options)
     import transformers
 
     check_checkpoint(path)
+    # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and plans for each new length
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
     options = {"dtype": torch.float32 if str(device) == "cpu" else torch.bfloat16} | options
     try:
@@ -790,6 +792,8 @@ class LocalSpeaker:
             stacked = [torch.stack([left_padded(pair[side] if pair else example[side][:, :0], count, past)
                                     for pair, count in zip(pairs, shared, strict=True)]) for side in (0, 1)]
             cache.update(*stacked, layer)
+            for state in filter(None, known):
+                state[1][layer] = None  # copied: kept until the end, all caches would be there twice
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
         logits = self.model(input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache,
                             use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -1661,7 +1665,7 @@ def reason_of(expected: str, outcome: str) -> str:
     return "passed" if loose == other_loose and (order == other_order or not order or not other_order) else "wrong"
 
 
-@cache
+@functools.cache
 def shared_judge(process: int, workers: int | None) -> Judge:
     """The judge of `grade` and `grade_all`, kept until this process ends; a forked process gets its own."""
     return Judge(workers)
@@ -1700,6 +1704,8 @@ def check_tasks(tasks: list[dict], profile: str = "fixed", require_protection: b
 def check_command(args) -> None:
     """`python colbench.py check TASKS.jsonl`: the table of tests that cannot be passed, then the protections."""
     tasks = read_tasks(args.tasks)
+    if any(task["domain"] == "frontend" for task in tasks):
+        raise SystemExit(f"{args.tasks}: found tasks about pages, expected backend tasks: a page has no tests to check")
     rows, status = check_tasks(tasks, args.profile, args.require_protection)
     for number, task, name, reason in rows:
         print(f"{number:6d}  {task.get('task_id', ''):16s}  {name:8s}  {reason}")
@@ -1749,17 +1755,11 @@ def websight(rows_path, train_path, test_path=None):
     """WebSight rows as tasks: the first 10,000 go to train_path, those after them to test_path when it is given."""
     with tempfile.TemporaryDirectory(dir=Path(train_path).absolute().parent) as folder:
         parts = [Path(folder, "train"), Path(folder, "test")]
-        with open(rows_path, encoding="utf-8") as rows, open(parts[0], "w") as train, open(parts[1], "w") as test:
-            for number, line in enumerate(rows):
-                try:
-                    row = json.loads(line)
-                    task = {"problem_description": row["llm_generated_idea"], "domain": "frontend"}
-                    task["ground_truth"] = task["hidden_information"] = official_addresses(row["text"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise SystemExit(
-                        f"found {error!r} in line {number + 1} of {rows_path}, expected a JSON object with "
-                        "llm_generated_idea and text; export the WebSight v0.2 rows as JSON lines"
-                    ) from error
+        with open(parts[0], "w") as train, open(parts[1], "w") as test:
+            for number, (where, row) in enumerate(read_jsonl(rows_path)):
+                page = official_addresses(expect(row, "text", str, where))
+                task = {"problem_description": expect(row, "llm_generated_idea", str, where), "domain": "frontend",
+                        "ground_truth": page, "hidden_information": page}
                 print(json.dumps(task), file=train if number < WEBSIGHT_TRAIN else test)
         os.replace(parts[0], train_path)
         if test_path:
@@ -2127,11 +2127,6 @@ def grade_frontend_all(tasks, answers, browser, clip=None):
     return grades
 
 
-def grade_frontend(task, answer, browser, clip=None):
-    """Grade(reward, success=None, reasons) of one answer."""
-    return grade_frontend_all([task], [answer], browser, clip)[0]
-
-
 # -----------------------------------------------------------------------------
 # Frontend human: a vision-language model that sees both screenshots
 
@@ -2329,7 +2324,7 @@ def toy_backend_demonstrator(task, messages, draw, informed):
     if asked and draw.random() < 0.05:
         detail = draw.choice(asked)  # has forgotten what was said
     else:
-        detail = draw.choice(hoped if hoped and draw.random() < share else fresh)
+        detail = draw.choice(hoped if hoped and draw.random() < share else fresh or asked)
     return draw.choice(TOY_QUESTIONS).format(detail)
 
 
@@ -2338,7 +2333,7 @@ class ToyCredit(typing.NamedTuple):
     worth: float  # a better turn of the same state has the greater worth
 
 
-def toy_credit(task, history, turn, right=None):
+def toy_credit(task, history, turn, right=None, max_turns=MAX_TURNS):
     """The true worth of agent turn `turn` of a dialogue on an embedded task, given everything said before it.
 
     `right` is the judge's word on an answer, when it is known already; otherwise the judge is asked.
@@ -2346,7 +2341,7 @@ def toy_credit(task, history, turn, right=None):
     before, message = history[:2 * turn + 1], history[2 * turn + 1]
     asked = {toy_asked(m["content"]) for m in before if m["role"] == "assistant"}
     unknown = set(task["toy"]["needed"]) - asked
-    content, answer = split_message(task, message["content"], turn == MAX_TURNS - 1)
+    content, answer = split_message(task, message["content"], turn == max_turns - 1)
     if answer is not None:
         if right is None:
             right = answer == task["ground_truth"] or grade(task, answer).success
@@ -2399,7 +2394,7 @@ def toy_page_choice(html):
     return choice
 
 
-@cache
+@functools.cache
 def toy_pages(split):
     """The pages (topic, word, ...) of a split: of every five pages of the grammar one is for test and one for valid."""
     pages = itertools.product(TOY_PAGE_TOPICS, *TOY_SLOTS.values())
@@ -2481,6 +2476,8 @@ class Referee:
         self.args, self.process = args, process
         self.judge = self.browser = self.clip = None
         domains = {task["domain"] for task in tasks}
+        if len(domains) > 1:
+            raise SystemExit("found backend and frontend tasks together, expected one domain; give them in two files")
         if "backend" in domains:
             share = max(1, (os.cpu_count() or 1) // process.world)
             self.judge = Judge(share, require_protection=args.require_protection)

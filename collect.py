@@ -1,4 +1,4 @@
-"""Collect episodes: roll an agent out against the simulated human and judge its answers (SWEET-RL section 3).
+r"""Collect episodes: roll an agent out against the simulated human and judge its answers (SWEET-RL section 3).
 
 How it works:
   1. each task is played `--samples_per_task` times; ranks of torchrun share the (task, sample) jobs;
@@ -136,10 +136,15 @@ def launch(main, args):
             torch.distributed.destroy_process_group()
 
 
+def records(*checkpoints):
+    """The records of those checkpoints that these scripts trained, as inputs: a retrained one is another input."""
+    return [str(Path(path, "run.json")) for path in checkpoints if path and Path(path, "run.json").is_file()]
+
+
 def claim_output(path, args, inputs, process, cost_flags):
     """Write `path` (run.json): all flags, versions, world size and input hashes. Another command's output is refused.
 
-    Only `cost_flags` may differ: they say how much is computed at a time, and not what.
+    Only `cost_flags` may differ: they change nothing of what is made. A command that has made nothing yet claims nothing.
     """
     flags = {name: value for name, value in vars(args).items() if name != "output"}
     run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world, "inputs": {}}
@@ -154,7 +159,7 @@ def claim_output(path, args, inputs, process, cost_flags):
                          " directory; choose another --output")
     run["versions"] = {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    if Path(path).is_file():
+    if Path(path).is_file() and has_output(Path(path)):
         before = read_run(path)
         changed = sorted(name for name in (flags.keys() | before["flags"].keys()) - set(cost_flags)
                          if flags.get(name) != before["flags"].get(name)) + [
@@ -162,15 +167,23 @@ def claim_output(path, args, inputs, process, cost_flags):
         if changed:
             raise SystemExit(f"{path}: found the output of another run, which differs in {', '.join(changed)}; expected"
                              " the same command, to go on with it; choose another --output or remove this one")
-    if process.leads:
+    elif process.leads:  # the record of a run that goes on stays as it was
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(run, indent=1) + "\n")
-    return run
+
+
+def has_output(record):
+    """Whether the run of this record has made anything: beside run.json, or the file that NAME.run.json belongs to."""
+    if record.name == "run.json":
+        return any(not path.name.startswith("run.json") for path in record.parent.iterdir())
+    return record.with_name(record.name.removesuffix(".run.json")).exists()
 
 
 def claim_rollout(path, args, process):
-    """claim_output for a file of episodes; how many dialogues are played at the same time changes none of them."""
-    claim_output(path, args, [args.tasks] if Path(args.tasks).is_file() else [], process, ("batch_size",))
+    """claim_output for a file of episodes: free are the number played at the same time, and what is done with them later."""
+    inputs = [args.tasks] if Path(args.tasks).is_file() else []
+    claim_output(path, args, inputs + records(args.agent, getattr(args, "critic", None)), process,
+                 ("batch_size", "best_of_n", "against", "report", "metrics", "draws", "leak_threshold"))
 
 
 def read_run(path):
@@ -300,6 +313,18 @@ def final_answer(dialogue):
 # Command line
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it stands, and behind each flag its default, where it has one that its help does not tell."""
+
+    def _get_help_string(self, action):
+        plain = action.default in (None, []) or isinstance(action.default, bool) or "default" in action.help
+        return action.help if plain else super()._get_help_string(action)
+
+
+def flag_parser(description):
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+
+
 def add_rollout_flags(parser):
     """The flags of a rollout, which collect.py and evaluate.py share."""
     # data
@@ -310,7 +335,7 @@ def add_rollout_flags(parser):
     parser.add_argument("--agent", help="model name or directory, http://host:port/v1, or scripted")
     parser.add_argument("--agent_model", help="model name to ask an agent server for")
     parser.add_argument("--agent_prompt", help="file with the agent's instructions (default: the checkpoint's own, or ours)")
-    parser.add_argument("--human", default="scripted", help="as --agent (for pages: vision-language); scripted knows toys only")
+    parser.add_argument("--human", help="as --agent (for pages: vision-language); default in a toy world: scripted")
     parser.add_argument("--human_model", help="model name to ask a human server for")
     parser.add_argument("--human_prompt", help="file with the human's instructions")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is --human_temperature")
@@ -327,7 +352,7 @@ def add_rollout_flags(parser):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     add_rollout_flags(parser)
     parser.add_argument("--samples_per_task", type=int, default=3, help="episodes of each task (paper: 3)")
     parser.add_argument("--output", required=True, help="EPISODES.jsonl")
@@ -345,7 +370,7 @@ def check_rollout_flags(args):
         if not getattr(args, name):
             raise SystemExit(f"found no --{name}; expected one (see --help)")
     require_at_least(1, args, "num_tasks", "max_new_tokens", "max_turns", "reply_chars", "batch_size")
-    require_at_least(0, args, "temperature", "human_temperature")
+    require_at_least(0, args, "temperature", "human_temperature", "seed")
 
 
 def require_at_least(least, args, *names):
@@ -363,19 +388,26 @@ def load_rollout(args, tasks, process):
             raise SystemExit(f"{path}: no such file; expected the instructions as plain text")
     own = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
     agent_prompt = args.agent_prompt or (own if own.is_file() else None)
-    prompts = [path and Path(path).read_text().strip() for path in (agent_prompt, args.human_prompt)]
+    try:
+        prompts = [path and Path(path).read_text(encoding="utf-8").strip() for path in (agent_prompt, args.human_prompt)]
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"found instructions that are no UTF-8 text ({error}); expected plain text") from None
+    if not args.human and not all("toy" in task for task in tasks):
+        raise SystemExit("found no --human for tasks that are of no toy world; expected a server or a model (with scripted,"
+                         " which says that it does not know, a dry run)")
     referee = Referee(args, tasks, process)
-    human = load_speaker(args.human, "human", args.human_model, args.human_temperature, 1024,
+    human = load_speaker(args.human or "scripted", "human", args.human_model, args.human_temperature, 1024,
                          args.batch_size, process.device, pictures=any(task["domain"] == "frontend" for task in tasks))
     agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
                          args.batch_size, process.device)
     return agent, human, referee, Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
 
 
-def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
+def collect(tasks, samples, args, process, output, choose=lambda agent: agent, **notes):
     """Play what `output` does not hold yet, with a progress bar; return all episodes in the order of the jobs.
 
-    `choose` may put something between the agent and the dialogue, such as evaluate.py's best of N.
+    `choose` may put something between the agent and the dialogue, such as evaluate.py's best of N; `notes` go into every
+    episode.
     """
     jobs = [(task, sample) for sample in range(samples) for task in tasks]
     store = ResumableJsonl(output, lambda row: (row["task"]["task_id"], row["sample"]),
@@ -389,7 +421,7 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent):
         with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
                            disable=process.hide_bar) as bar:
             for episode in rollout(mine, choose(agent), human, referee, rules, args.batch_size):
-                store.append(episode | {"agent": args.agent, "human": args.human})
+                store.append(episode | {"agent": args.agent, "human": args.human or "scripted"} | notes)
                 bar.update(process.world)
                 bar.set_postfix_str(summary(count(totals, [episode])), refresh=False)
     return process.finish(store, [(task["task_id"], sample) for task, sample in jobs])
@@ -405,6 +437,8 @@ def main(args):
         print(f"{args.output}: {len(episodes)} episodes, {summary(count(Counter(), episodes))}, {len(failures)} failed")
         if failures:
             print(f"First failure: {failures[0]}\nGive the same command again to retry the failed ones.")
+        if len(failures) == len(episodes):
+            raise SystemExit("every dialogue failed; expected the agent and the human to answer: see the first failure above")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Evaluate policies: numbers with intervals, paired comparisons, best of N, and a report (SWEET-RL section 5).
+r"""Evaluate policies: numbers with intervals, paired comparisons, best of N, and a report (SWEET-RL section 5).
 
 How it works:
   1. the episodes of each policy are read from files (`--episodes`) or rolled out here (`--tasks`, `--agent`);
@@ -20,7 +20,6 @@ Episodes may also carry, for the report: `advantages` and `credits` (one entry f
 Shape letters: D bootstrap draws, R runs (seeds) of a policy, T tasks.
 """
 
-import argparse
 import base64
 import functools
 import hashlib
@@ -48,7 +47,16 @@ from colbench import (
     toy_credit,
     write_atomically,
 )
-from collect import add_rollout_flags, check_rollout_flags, claim_rollout, collect, join_processes, launch
+from collect import (
+    add_rollout_flags,
+    check_rollout_flags,
+    claim_rollout,
+    collect,
+    flag_parser,
+    join_processes,
+    launch,
+    require_at_least,
+)
 from train_critic import Critic
 
 # -----------------------------------------------------------------------------
@@ -189,11 +197,10 @@ def rollouts(args, process):
         name = f"{base}-best-of-{count}" if args.best_of_n else base
         path = Path(args.output) / f"{name}.jsonl"
         claim_rollout(f"{path}.run.json", args, process)
+        notes = {"best_of_n": count, "scorer": args.critic} if args.best_of_n else {}
         collect(tasks, args.repeats, args, process, path,
-                lambda agent, count=count: BestOfN(agent, scorer, count) if count > 1 else agent)
+                lambda agent, count=count: BestOfN(agent, scorer, count) if count > 1 else agent, **notes)
         policies[name] = [read_episodes(path)]
-        for episode in policies[name][0]:
-            episode |= {"best_of_n": count, "scorer": args.critic} if args.best_of_n else {}
     return policies
 
 
@@ -206,7 +213,7 @@ def annotate(policies, args, process):
             episode["advantages"] = scorer.score_dialogue(episode)
         if has_toy_credit(episode["task"]):
             history = episode["dialogue_history"]
-            episode["credits"] = [toy_credit(episode["task"], history, turn, episode["success"]).kind
+            episode["credits"] = [toy_credit(episode["task"], history, turn, episode["success"], episode["turns"]).kind
                                   for turn in range(len(history) // 2)]
     if episodes and episodes[0]["task"]["domain"] == "frontend":
         with Browser() as browser:
@@ -773,7 +780,7 @@ if (episodes || screenshots) find("filters").after(make("p", "quiet",
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     # episodes that exist
     parser.add_argument("--episodes", nargs="+", default=[], help="[NAME=]FILE ...; a NAME again is another seed")
     parser.add_argument("--against", nargs="+", default=[], help="[NAME=]FILE ... to compare each policy with")
@@ -799,8 +806,12 @@ def parse_args(argv=None):
         raise SystemExit(f"found --repeats {args.repeats} and --best_of_n {args.best_of_n}, expected at least 1")
     if not 0 < args.leak_threshold <= 1:
         raise SystemExit(f"found --leak_threshold {args.leak_threshold}, expected more than 0 and at most 1")
+    require_at_least(0, args, "seed")
     if not args.episodes:
         check_rollout_flags(args)
+    elif args.tasks or args.agent:
+        raise SystemExit("found --episodes together with --tasks or --agent, expected episodes that exist or a rollout; leave"
+                         " one of them out")
     if any(count > 1 for count in args.best_of_n) and not args.critic:
         raise SystemExit("found --best_of_n without --critic, expected a critic to choose among the candidates")
     return args
@@ -808,10 +819,13 @@ def parse_args(argv=None):
 
 def main(args):
     process = join_processes()
+    for _, path in map(split_name, args.metrics):
+        if not Path(path).is_file():
+            raise SystemExit(f"{path}: no such file; expected the metrics.jsonl of a checkpoint directory")
+    theirs = read_policies(args.against)
     ours = read_policies(args.episodes) if args.episodes else rollouts(args, process)
     if not process.leads:
         return
-    theirs = read_policies(args.against)
     for name in ours.keys() & theirs.keys():
         raise SystemExit(f"found policy {name!r} in --episodes and in --against, expected different names; "
                          f"give one as NAME=FILE")

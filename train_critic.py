@@ -1,4 +1,4 @@
-"""Train the critic: an advantage for each turn from the outcome of whole dialogues (SWEET-RL section 4.1).
+r"""Train the critic: an advantage for each turn from the outcome of whole dialogues (SWEET-RL section 4.1).
 
 How it works:
   1. episodes of one task are paired by outcome: a better (chosen) and a worse one (rejected);
@@ -47,6 +47,7 @@ from colbench import (
     Browser,
     LocalSpeaker,
     agent_messages,
+    check_checkpoint,
     critic_messages,
     default_device,
     derive_seed,
@@ -67,7 +68,7 @@ from colbench import (
     use_attention,
     write_atomically,
 )
-from collect import claim_output, join_processes, launch, read_run, require_at_least
+from collect import claim_output, flag_parser, join_processes, launch, read_run, records, require_at_least
 
 # -----------------------------------------------------------------------------
 # The equations
@@ -127,12 +128,15 @@ class Row:
         """Whether a packed turn begins at this place of the row."""
         return bool(self.prompt) and place >= self.prompt and self.turn_index[place] != self.turn_index[place - 1]
 
-    def positions(self):
-        """Position of each token: packed turns all start right after the prompt. (T,)"""
+    def positions(self, width):
+        """Position of each token: packed turns all start right after the prompt. (T,), padding included.
+
+        Padding counts on, since transformers takes a jump back for another sequence and would build a (R, 1, T, T) mask.
+        """
         positions = []
         for place in range(len(self.ids)):
             positions.append(self.prompt if self.opens(place) else positions[-1] + 1 if positions else 0)
-        return positions
+        return positions + list(range(positions[-1] + 1, positions[-1] + 1 + width - len(positions)))
 
     def sources(self):
         """Column whose logits predict each token: the one before, or the prompt's last for a packed turn's first. (T,)"""
@@ -166,7 +170,7 @@ def collate(rows, device):
         return torch.tensor([values + [filler] * (width - len(values)) for values in lists], device=device)
 
     batch = {"ids": table([r.ids for r in rows], 0), "turn_index": table([r.turn_index for r in rows], -1),
-             "positions": table([r.positions() for r in rows], 0), "sources": table([r.sources() for r in rows], 0)}
+             "positions": table([r.positions(width) for r in rows], 0), "sources": table([r.sources() for r in rows], 0)}
     batch["mask"] = packed_mask(rows, batch["turn_index"]) if any(row.prompt for row in rows) else None
     batch["seen"] = rows[0].look() if rows[0].look else None  # such a row comes alone
     return batch
@@ -299,7 +303,11 @@ def vision_value_class(path):
             self.post_init()
 
         def forward(self, **inputs):
-            scores = self.score(self.model(**inputs).last_hidden_state).float()  # (R, T, 1)
+            hidden = self.model(**inputs).last_hidden_state
+            if "pixel_values" not in inputs:  # ranks reduce the gradients that they have, so that all must have the same ones
+                decoder = set(map(id, self.get_decoder().parameters()))
+                hidden = hidden + 0.0 * sum(p.sum() for p in self.model.parameters() if id(p) not in decoder)
+            scores = self.score(hidden).float()  # (R, T, 1)
             read = torch.arange(1, scores.shape[1] + 1, device=scores.device)[:, None]
             return TokenClassifierOutput(logits=scores.cumsum(1) / read)  # a linear head's mean is the head of the mean
 
@@ -719,40 +727,46 @@ def is_complete(output, process):
 # The critic's objective, its use as a scorer, and what it reports
 
 
+def turn_worths(model, rows, args, device):
+    """(worth, sums, counts) of the rows' turns, (R, S) each: advantages, and the log-prob sums and token counts they are of.
+
+    A value head's worths are logits of the outcome; it has no sums, and its counts are 1 for each turn that exists.
+    """
+    if args.head == "value":
+        values, exists = turn_scores(model, rows, device, args.micro_batch_size, forward_values)
+        return values, None, exists
+    sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
+    return advantage(sums, reference_tensor(rows, sums), counts, args.normalise), sums, counts
+
+
 def critic_objective(model, items, args, device):
     """Losses and metrics of a micro-batch, (items,) each: means over an item's pairs of episodes."""
     rows = [row for item in items for row in item.rows]
     chosen, rejected = torch.tensor(batch_pairs(items, [len(item.rows) for item in items]), device=device).unbind(1)
+    worths, sums, counts = turn_worths(model, rows, args, device)
     if args.head == "value":
-        values, exists = turn_scores(model, rows, device, args.micro_batch_size, forward_values)
         rewards = torch.tensor([reward for item in items for reward in item.rewards], device=device)
-        losses, worth = value_loss(values, rewards, exists), (values * exists).sum(1) / exists.sum(1)
+        losses, worth = value_loss(worths, rewards, counts), worths.sum(1) / counts.sum(1)
         metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
                    "train/accuracy": (worth[chosen] > worth[rejected]).float()}
     else:
-        sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
-        advantages = advantage(sums, reference_tensor(rows, sums), counts, args.normalise)
-        margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
+        margin = worths[chosen].sum(1) - worths[rejected].sum(1)
         nll = (-sums.sum(1) / counts.sum(1))[chosen]
-        metrics = {"train/loss": critic_loss(advantages[chosen], advantages[rejected], args.beta) + args.nll * nll,
+        metrics = {"train/loss": critic_loss(worths[chosen], worths[rejected], args.beta) + args.nll * nll,
                    "train/accuracy": (margin > 0).float(), "train/margin": margin, "train/nll": nll}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
 
-def turn_advantages(model, rows, args, process):
-    """Advantages and token counts of every turn of `rows`, as lists; ranks share the work."""
+def share_worths(model, rows, args, process):
+    """Worths and counts of every turn of `rows` (`turn_worths`), as lists; ranks share the work."""
     share = [row for row, _ in my_share(rows, process)]
     found = []
     with scoring(model):
         for start in range(0, len(share), 2 * args.micro_batch_size):
             group = share[start:start + 2 * args.micro_batch_size]
-            if args.head == "value":
-                scores, counts = turn_scores(model, group, process.device, args.micro_batch_size, forward_values)
-            else:
-                sums, counts = turn_scores(model, group, process.device, args.micro_batch_size)
-                scores = advantage(sums, reference_tensor(group, sums), counts, args.normalise)
-            found += [(s[:row.turns].tolist(), c[:row.turns].tolist())
-                      for row, s, c in zip(group, scores, counts, strict=True)]
+            worths, _, counts = turn_worths(model, group, args, process.device)
+            found += [(w[:row.turns].tolist(), c[:row.turns].tolist())
+                      for row, w, c in zip(group, worths, counts, strict=True)]
     return gather_shares(found, process, len(rows))
 
 
@@ -765,9 +779,9 @@ def holdout_metrics(model, items, args, process):
     if not items:
         return {}
     rows = [row for item in items for row in item.rows]
-    scored = turn_advantages(model, rows, args, process)
+    scored = share_worths(model, rows, args, process)
     pairs = batch_pairs(items, [len(item.rows) for item in items])
-    worth = [numpy.mean(scores) if args.head == "value" else sum(scores) for scores, _ in scored]  # as the loss has it
+    worth = [numpy.mean(turns) if args.head == "value" else sum(turns) for turns, _ in scored]  # as the loss has it
     margins = numpy.array([worth[chosen] - worth[rejected] for chosen, rejected in pairs])
     flat = [(a, c, turn == rows[number].turns - 1 and rows[number].answered, side) for pair in pairs
             for side, number in enumerate(pair) for turn, (a, c) in enumerate(zip(*scored[number], strict=True))]
@@ -810,24 +824,32 @@ def packed_rows(tokenizer, messages, texts, finished, max_length, look=None, apa
     return rows
 
 
-def exact_logits(model):
-    """Logits in fp32: rounded to bf16, as a GPU's models have them, they hide advantages that are as small as a step is."""
-    if model.dtype != torch.float32:
-        head = copy.deepcopy(model.get_output_embeddings()).float()  # a copy, since it may be the input embeddings, too
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        model.set_output_embeddings(head)
+def exact(head):
+    """An output layer that computes in fp32: rounded to bf16, as on GPUs, it hides advantages as small as a training step."""
+    if head.weight.dtype == torch.float32:
+        return head
+    head = copy.deepcopy(head).float()  # a copy, since it may be the input embeddings, too
+    head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+    return head
+
+
+def critic_flags(path):
+    """What a critic was trained with; stops if the directory holds none."""
+    run = Path(path) / "run.json"
+    if not run.is_file():
+        raise SystemExit(f"{path}: found no run.json, expected a directory written by train_critic.py")
+    check_checkpoint(path)
+    flags = read_run(run)["flags"]
+    if not {"head", "normalise", "privileged", "max_length", "model"} <= flags.keys():
+        raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
+    return flags
 
 
 class Critic:
     """A trained critic as a scorer: the advantage of each candidate turn of a state (Eq. 3)."""
 
     def __init__(self, path, device, reference="privileged"):
-        run = Path(path) / "run.json"
-        if not run.is_file():
-            raise SystemExit(f"{path}: found no run.json, expected a directory written by train_critic.py")
-        flags = read_run(run)["flags"]
-        if not {"head", "normalise", "privileged", "max_length", "model"} <= flags.keys():
-            raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by train_critic.py")
+        flags = critic_flags(path)
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
         self.reference, self.max_length, self.device = reference, flags["max_length"], device or default_device()
         self.sight = Sight(path, self.privileged) if self.head == "value" and sees_pictures(path) else None
@@ -838,8 +860,10 @@ class Critic:
         self.reference_model = None
         if self.head == "logratio":
             self.reference_model = load_model(flags["model"], self.device).eval()
-            exact_logits(self.model)
-            exact_logits(self.reference_model)
+            for model in (self.model, self.reference_model):
+                model.set_output_embeddings(exact(model.get_output_embeddings()))
+        else:
+            self.model.score = exact(self.model.score)
 
     def score(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None where a state is too long to be scored."""
@@ -906,6 +930,8 @@ def credit_auc(critic, episodes, policy, seed, max_states=200, num_candidates=16
     for (episode, turn, messages), utterances in zip(states, spoken, strict=True):
         texts, finished = zip(*dict.fromkeys(utterances), strict=True)
         scores = critic.score(episode["task"], messages, texts, finished)
+        if scores is None:  # too long to be scored
+            continue
         history = episode["dialogue_history"][:2 * turn + 1]
         credits = [toy_credit(episode["task"], history + [{"role": "assistant", "content": text}], turn) for text in texts]
         known = not any(credit.kind in ("useful question", "early answer") for credit in credits)
@@ -952,7 +978,7 @@ def add_training_flags(parser, epochs):
     parser.add_argument("--nll", type=float, default=0.01, help="weight of the likelihood of the chosen side")
     # optimisation
     parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
+    parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data (default: 4; --method sweet: 1)")
     parser.add_argument("--max_steps", type=int, help="stop after so many steps, for short runs")
     parser.add_argument("--batch_size", type=int, default=8, help="items per step over all processes")
     parser.add_argument("--micro_batch_size", type=int, default=1, help="items per backward; 1 wastes nothing on padding")
@@ -968,7 +994,7 @@ TRAINING_COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     add_training_flags(parser, epochs=4)
     parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
                         help="what the critic sees besides the dialogue")
@@ -1012,7 +1038,7 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse episode, expected at least"
                          " one; collect more episodes per task, or try --pairs all")
     output = Path(args.output)
-    claim_output(output / "run.json", args, args.episodes, process, TRAINING_COST_FLAGS)
+    claim_output(output / "run.json", args, args.episodes + records(args.model), process, TRAINING_COST_FLAGS)
     if not is_complete(output, process):
         torch.manual_seed(args.seed)  # a value head starts from random weights, the same on every rank
         if sight:

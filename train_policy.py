@@ -1,4 +1,4 @@
-"""Train the policy from turn-level credit, or with one of the paper's baselines (SWEET-RL section 4.2).
+r"""Train the policy from turn-level credit, or with one of the paper's baselines (SWEET-RL section 4.2).
 
 How it works (`--method sweet`):
   1. each agent turn of a share of the tasks is a state; the policy samples 16 candidate turns for it;
@@ -20,7 +20,6 @@ solution, too (`--reference plain` is theirs); NLL trains agent tokens only; can
 get no end-of-turn token; the share of the data is whole tasks after a shuffle; equal texts are never a pair.
 """
 
-import argparse
 import functools
 import math
 import random
@@ -42,7 +41,7 @@ from colbench import (
     load_tokenizer,
     read_jsonl,
 )
-from collect import claim_output, join_processes, launch, require_at_least
+from collect import claim_output, flag_parser, join_processes, launch, records, require_at_least
 from train_critic import (
     TRAINING_COST_FLAGS,
     Critic,
@@ -50,6 +49,7 @@ from train_critic import (
     add_training_flags,
     batch_pairs,
     check_training_flags,
+    critic_flags,
     dialogue_row,
     group_by_task,
     is_complete,
@@ -90,7 +90,8 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
     halves (paper): one of the better and one of the worse half by advantage; best_worst: from both ends inwards;
     random: any two, the better one chosen. A text that came up k times is k candidates, so pairs follow the policy's own
     odds, but all k go by the first one's place, so that it is computed once. Equal texts or advantages are no pair, nor
-    are advantages that differ by no more than `min_gap`: what the critic hardly tells apart teaches its noise.
+    are advantages that differ by no more than `min_gap`: what the critic hardly tells apart teaches its noise. An empty
+    text is in no pair, since it has no words to learn from.
     """
     first = {text: place for place, text in reversed(list(enumerate(texts)))}
     ranked = sorted((first[text] for text in texts), key=lambda place: -advantages[place])
@@ -101,7 +102,7 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
         pool = [(a, b) for a in ranked[:half] for b in ranked[len(ranked) - half:]]
     else:
         pool = [(a, b) for number, a in enumerate(ranked) for b in ranked[number + 1:]]
-    pool = [(a, b) for a, b in pool if advantages[a] - advantages[b] > min_gap]
+    pool = [(a, b) for a, b in pool if advantages[a] - advantages[b] > min_gap and texts[a] and texts[b]]
     return pool[:count] if pairing == "best_worst" else draw.sample(pool, min(count, len(pool)))
 
 
@@ -224,11 +225,11 @@ def candidate_items(tokenizer, rows, args):
             used = sorted({place for pair in wanted for place in pair})
             texts, finished = ([row[name][place] for place in used] for name in ("candidates", "finished"))
             packed = packed_rows(tokenizer, row["messages"], texts, finished, args.max_length, apart=args.share == "none")
-            if packed is None or not all(texts):
-                skipped += 1  # one is too long, or empty: it has no words to learn from
+            if packed is None:
+                skipped += len(wanted)
                 continue
             items.append(Item(packed, [], [(used.index(a), used.index(b)) for a, b in wanted]))
-    return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "too_long_or_empty": skipped}
+    return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "pairs_too_long": skipped}
 
 
 def dialogue_items(tokenizer, episodes, args, privileged="none"):
@@ -336,7 +337,7 @@ def toy_model(episodes, seed):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flag_parser(__doc__)
     parser.add_argument("--method", choices=("sweet", "mtdpo", "rft", "sft"), required=True, help="see above")
     add_training_flags(parser, epochs=None)
     # candidates
@@ -368,8 +369,14 @@ def parse_args(argv=None):
     if args.epochs is None:
         args.epochs = 1 if args.method == "sweet" else 4
     check_training_flags(args)
-    if args.method == "sweet" and not (args.critic or args.candidates):
-        raise SystemExit("--method sweet: found neither --critic nor --candidates, expected one of them")
+    if args.method == "sweet" and bool(args.critic) == bool(args.candidates):
+        found = "both --critic and" if args.critic else "neither --critic nor"
+        raise SystemExit(f"--method sweet: found {found} --candidates, expected one: a critic that ranks what is sampled, or"
+                         " candidates that are ranked already (to rank the same candidates by another critic, copy their"
+                         " candidates.sampled.jsonl into the new --output)")
+    for name, method in (("critic", "sweet"), ("candidates", "sweet"), ("privileged_episodes", "sft")):
+        if getattr(args, name) and args.method != method:
+            raise SystemExit(f"--method {args.method}: found --{name}, expected it with --method {method} alone; leave it out")
     require_at_least(1, args, "num_candidates", "pairs_per_state", "max_new_tokens", "sampling_batch_size", "states_per_task")
     require_at_least(0, args, "temperature", "min_gap")
     if not 0 < args.data_fraction <= 1:
@@ -384,7 +391,9 @@ def main(args):
     episodes, failed = load_episodes(args.episodes)
     scratch, tokenizer = toy_model(episodes, args.seed) if args.model == "toy" else (None, load_tokenizer(args.model))
     output = Path(args.output)
-    inputs = args.episodes + args.privileged_episodes + ([args.candidates] if args.candidates else [])
+    if args.critic:
+        critic_flags(args.critic)  # a wrong one shows here, and not after hours of sampling
+    inputs = [*args.episodes, *args.privileged_episodes, *filter(None, [args.candidates]), *records(args.model, args.critic)]
     claim_output(output / "run.json", args, inputs, process, TRAINING_COST_FLAGS)
     if is_complete(output, process):
         return

@@ -7,7 +7,7 @@ source runs/toy_flags.sh
 OUT=${OUT:-runs/out/toy$SUFFIX}
 
 ablation() { # NAME CRITIC_FLAGS...
-  critic "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/critic" "${@:2}"
+  critic "$BASE" "$OUT/$1/critic" --episodes "$OUT/episodes.jsonl" "${@:2}"
   mkdir -p "$OUT/$1/policy" # the same candidates, ranked by another critic
   cp "$OUT/sweet/candidates.sampled.jsonl" "$OUT/$1/policy"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" --critic "$OUT/$1/critic"
@@ -16,6 +16,6 @@ ablation() { # NAME CRITIC_FLAGS...
 ablation sweet_no_privileged --privileged none
 ablation sweet_no_normalise --normalise none
 ablation sweet_value_head --head value --lr 3e-4 # the best of 5e-5, 3e-4 and 1e-3 on held-out tasks
-play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16 --num_tasks "${BEST:-200}"
+play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16
 python evaluate.py --episodes "$OUT"/test/sweet_*/sweet_*.jsonl --against "$OUT/test/sweet/sweet.jsonl" \
   --output "$OUT/test/ablations"

@@ -13,7 +13,7 @@ for round in $(seq "$FIRST" "$ROUNDS"); do
   DIR=$OUT/round$round
   collect "$MODEL" "$((SEED + 1000 * (round - 1)))" "$DIR/episodes.jsonl"
   EPISODES+=("$DIR/episodes.jsonl")
-  critic "$DIR/episodes.jsonl" "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}"
+  critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}"
   policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" --critic "$DIR/critic"
   MODEL=$DIR/policy
   play "sweet_round$round" "$MODEL" "$OUT/test"

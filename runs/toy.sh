@@ -12,7 +12,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 # 2. the critic, and the policy that it teaches, on one core
 sweet() {
-  critic "$OUT/episodes.jsonl" "$BASE" "$OUT/critic"
+  critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" --critic "$OUT/critic"
   play sweet "$OUT/sweet" "$OUT/test/sweet"
 }

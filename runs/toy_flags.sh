@@ -25,8 +25,8 @@ collect() { # MODEL SEED EPISODES
   python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py --tasks "toy:$DOMAIN:train" --agent "$1" \
     --num_tasks "$TASKS" --samples_per_task "$SAMPLES" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$2" --output "$3"
 }
-critic() { # EPISODES MODEL OUTPUT FLAGS...
-  python train_critic.py --episodes "$1" --model "$2" --output "$3" --seed "$SEED" "${CRITIC[@]}" "${@:4}"
+critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
+  python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" "${@:3}"
 }
 policy() { # EPISODES MODEL OUTPUT FLAGS...
   python train_policy.py --episodes "$1" --model "$2" --output "$3" --seed "$SEED" "${@:4}"

@@ -8,6 +8,7 @@ against the GPU's dense bf16 peak. Fewer --layers fit a smaller GPU and leave th
 """
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -32,6 +33,7 @@ def random_llama(args, dtype, device):
         {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
          "vocab_size": 128256}
     torch.manual_seed(0)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as colbench.load_model does
     with torch.device(device):
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=args.layers, max_position_embeddings=16384, eos_token_id=0,
                                             bos_token_id=None, pad_token_id=0, **size)).to(dtype)
@@ -65,7 +67,7 @@ def arithmetic(config, weights, rows):
 
 def attention_kernels(call):
     """Names of the attention kernels that a call ran."""
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:  # names need no GPU events
         call()
     prefix = "aten::_scaled_dot_product_"
     return ", ".join(sorted({e.key.removeprefix(prefix) for e in profile.key_averages()
@@ -167,6 +169,7 @@ def main(args):
     tokenizer = parts.word_tokenizer(2752)
     report_steps(args, tokenizer, process, peak * 1e12)
     if process.device != "cpu":
+        gc.collect()  # a sharded model is part of cycles
         torch.cuda.empty_cache()
     report_sampling(args, tokenizer, process)
     report_parity(tokenizer, process)

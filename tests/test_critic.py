@@ -403,16 +403,34 @@ def test_the_critics_logits_are_exact_where_its_model_is_not():
     ids = torch.arange(40)[None]
     rounded = copy.deepcopy(exact).to(torch.bfloat16)
     errors = [(rounded(ids).logits.float() - exact(ids).logits).abs().mean().item()]
-    train_critic.exact_logits(rounded)
+    rounded.set_output_embeddings(train_critic.exact(rounded.get_output_embeddings()))
     errors.append((rounded(ids).logits - exact(ids).logits).abs().mean().item())
     assert rounded(ids).logits.dtype == torch.float32 and errors[1] < errors[0]
     assert rounded.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
+def test_a_value_head_tells_close_candidates_apart_where_its_model_is_rounded():
+    from transformers import AutoModelForTokenClassification
+
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_config(tiny_model(byte_tokenizer()).config, num_labels=1).eval()
+    ids = torch.arange(200)[None]
+    rounded = model.to(torch.bfloat16)
+    distinct = [rounded(ids).logits.unique().numel()]
+    rounded.score = train_critic.exact(rounded.score)
+    assert rounded(ids).logits.unique().numel() > distinct[0]
+
+
+def test_padding_goes_on_counting_so_that_transformers_sees_one_sequence_and_makes_no_mask():
+    rows = [Row(list(range(5)), [-1, 0, 0, 0, 0], 1), Row(list(range(9)), [-1] + [0] * 8, 1)]
+    batch = train_critic.collate(rows, "cpu")
+    assert batch["positions"].tolist() == [list(range(9))] * 2 and batch["mask"] is None
+
+
 @pytest.mark.parametrize("head, right", [("logratio", 0.0), ("value", 1.0)])
 def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(monkeypatch, head, right):
     rows = [Row([0], [-1], 8), Row([0], [-1], 3)]  # eight turns, each a little better than the three of the other
-    monkeypatch.setattr(train_critic, "turn_advantages", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
+    monkeypatch.setattr(train_critic, "share_worths", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
     found = train_critic.holdout_metrics(None, [train_critic.Item(rows, [1.0, 0.0])],
                                          types.SimpleNamespace(head=head, beta=1.0), None)
     assert found["holdout/accuracy"] == right and ("holdout/loss" in found) == (head == "logratio")

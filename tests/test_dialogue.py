@@ -287,13 +287,11 @@ def test_a_kept_cache_changes_no_greedy_token_and_reads_only_what_is_new():
     assert max(read) < longest_prompt / 2
 
 
-def test_caches_of_the_turn_before_are_gone_while_a_turn_is_written(monkeypatch):
+def test_caches_of_the_turn_before_are_gone_while_the_model_reads_and_writes():
     talker, alive = speaker(max_new_tokens=3), []
     talker.speak(CONVERSATIONS, keys=list("abcde"))
     before = [weakref.ref(layers[0][0]) for _, layers in talker.kept.values()]
-    pick = colbench.pick_tokens
-    monkeypatch.setattr(colbench, "pick_tokens",
-                        lambda *given: alive.append(sum(tensor() is not None for tensor in before)) or pick(*given))
+    talker.model.register_forward_pre_hook(lambda *_: alive.append(sum(tensor() is not None for tensor in before)))
     talker.speak([[*conversation, *said] for conversation in CONVERSATIONS for said in [
         [{"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]]], keys=list("abcde"))
     assert len(before) == 5 and alive and not any(alive)

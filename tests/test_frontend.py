@@ -109,9 +109,19 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, m
 
 def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "no idea"}')
-    with pytest.raises(SystemExit, match="line 1 of"):
+    with pytest.raises(SystemExit, match="line 1: found no 'llm_generated_idea'"):
         colbench.websight(tmp_path / "rows.jsonl", tmp_path / "train.jsonl")
+    with pytest.raises(SystemExit, match="no such file"):
+        colbench.websight(tmp_path / "none.jsonl", tmp_path / "train.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_pages_have_no_tests_to_check_and_are_not_mixed_with_functions():
+    with pytest.raises(SystemExit, match="expected backend tasks"):
+        colbench.main(["check", "toy:frontend:train"])
+    tasks = colbench.read_tasks("toy:frontend:test", 1) + colbench.read_tasks("toy:backend:test", 1)
+    with pytest.raises(SystemExit, match="expected one domain"):
+        colbench.Referee(None, tasks, None)
 
 
 # -------------------------------------------------------------------------------
@@ -370,7 +380,7 @@ def test_answers_without_a_page_score_zero_and_say_so(browser):
     grades = colbench.grade_frontend_all([task] * 3, ["no page", "<html>" + "x" * 10**6 + "</html>", PAGE], browser)
     assert grades[0] == colbench.Grade(0.0, None, {"page": "no page in the answer"})
     assert grades[1].reward == 0.0 and "characters" in grades[1].reasons["page"]
-    assert grades[2].reward == 1.0 and colbench.grade_frontend(task, PAGE, browser) == grades[2]
+    assert grades[2].reward == 1.0 and colbench.grade_frontend_all([task], [PAGE], browser) == grades[2:3]
 
 
 @pytest.fixture(scope="module")
@@ -508,8 +518,8 @@ def test_each_wrong_slot_lowers_the_similarity_of_a_toy_page(browser):
     for slot, options in colbench.TOY_SLOTS.items():
         wrong = next(word for word in options if word != wanted[slot])
         page = colbench.toy_page(topic, {**wanted, slot: wrong})
-        assert colbench.grade_frontend(task, page, browser).reward < 0.999
-    assert colbench.grade_frontend(task, task["ground_truth"], browser).reward == 1.0
+        assert colbench.grade_frontend_all([task], [page], browser)[0].reward < 0.999
+    assert colbench.grade_frontend_all([task], [task["ground_truth"]], browser)[0].reward == 1.0
 
 
 def test_the_base_policy_of_pages_writes_pages_of_the_grammar():

@@ -3,6 +3,7 @@
 Run: pytest tests/test_inputs.py
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -327,13 +328,53 @@ def test_flags_that_change_cost_only_may_differ_when_a_run_goes_on(tmp_path):
     command = ["--episodes", str(write_episodes(tmp_path / "e.jsonl")), "--model", "m", "--output", "o"]
 
     def claim(*more):
-        collect.claim_output(tmp_path / "run.json", train_critic.parse_args(command + list(more)), command[1:2],
+        collect.claim_output(tmp_path / "o/run.json", train_critic.parse_args(command + list(more)), command[1:2],
                              collect.Process(0, 1, "cpu"), train_critic.TRAINING_COST_FLAGS)
 
-    claim()
+    claim("--batch_size", "4")
+    claim()  # the first one has made nothing, a typing error mostly
+    (tmp_path / "o/metrics.jsonl").touch()
     claim("--micro_batch_size", "2", "--checkpointing")
     with pytest.raises(SystemExit, match="differs in batch_size; expected the same command"):
         claim("--batch_size", "2")
+
+
+def test_a_critic_that_was_trained_anew_is_another_input(tmp_path):
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/candidates.jsonl").touch()
+    args = train_policy.parse_args(["--method", "sweet", "--critic", str(tmp_path / "critic"), "--episodes", "e",
+                                    "--model", "m", "--output", "o"])
+    for number, refused in enumerate((False, True)):
+        (tmp_path / "critic/run.json").write_text(json.dumps({"flags": {"seed": number}, "inputs": {}}))
+        with pytest.raises(SystemExit, match="differs in .*critic/run.json") if refused else contextlib.nullcontext():
+            collect.claim_output(tmp_path / "policy/run.json", args, collect.records(args.model, args.critic),
+                                 collect.Process(0, 1, "cpu"), ())
+
+
+def test_a_wrong_critic_stops_before_anything_is_sampled(tiny, tmp_path):
+    shutil.copytree(tiny(), tmp_path / "no_critic")
+    result = run_script("train_policy.py", "--method", "sweet", "--episodes", write_episodes(tmp_path / "episodes.jsonl"),
+                        "--model", tiny(), "--critic", tmp_path / "no_critic", "--output", tmp_path / "policy", check=False)
+    assert result.returncode == 1 and "found no run.json" in result.stderr and not (tmp_path / "policy").exists()
+
+
+@pytest.mark.parametrize("flags", [["--method", "mtdpo", "--critic", "c"], ["--method", "rft", "--privileged_episodes", "e"],
+                                   ["--method", "sweet", "--critic", "c", "--candidates", "r"]])
+def test_a_flag_that_would_do_nothing_is_refused(flags):
+    with pytest.raises(SystemExit, match="found .*expected"):
+        train_policy.parse_args([*flags, "--episodes", "e", "--model", "m", "--output", "o"])
+
+
+def test_real_tasks_need_a_human_and_a_run_in_which_every_dialogue_failed_is_no_success(tmp_path):
+    task = {"problem_description": "d", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
+    command = ["collect.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", "scripted", "--output", tmp_path / "e.jsonl"]
+    result = run_script(*command, check=False)
+    assert result.returncode == 1 and "found no --human" in result.stderr
+    result = run_script(*command, "--human", "http://127.0.0.1:1/v1", "--samples_per_task", 1, check=False,
+                        env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1 and "1 failed" in result.stdout and "every dialogue failed" in result.stderr
 
 
 # -----------------------------------------------------------------------------

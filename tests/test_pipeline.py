@@ -58,7 +58,7 @@ def test_a_random_two_layer_model_plays_real_rows_with_a_model_as_human(real_dat
 
 def test_the_scripted_agent_plays_real_rows_for_a_dry_run_and_a_random_model_the_toy(real_data, tiny, tmp_path):
     run_script("collect.py", "--tasks", real_data / "colbench_backend_200.jsonl", "--num_tasks", 5, "--samples_per_task", 2,
-               "--agent", "scripted", "--output", tmp_path / "real.jsonl")
+               "--agent", "scripted", "--human", "scripted", "--output", tmp_path / "real.jsonl")
     assert [episode["turns"] for episode in read_episodes(tmp_path / "real.jsonl")] == [2] * 10
     play(tmp_path / "toy.jsonl", "--num_tasks", 2, "--agent", tiny(), "--max_new_tokens", 8)
     assert all(episode["turns"] == 10 and not episode["error"] for episode in read_episodes(tmp_path / "toy.jsonl"))
@@ -88,6 +88,12 @@ def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
     assert set(results["policies"]) == {"sweet-best-of-1", "sweet-best-of-2"} and "sweet-best-of-2" in done.stdout
     page = (tmp_path / "report.html").read_text()
     assert "question" in page and "advantages" in page
+    played = tmp_path / "test/sweet-best-of-2.jsonl"
+    before = played.stat().st_mtime_ns, lines(played)
+    again = run_script("evaluate.py", "--tasks", "toy:backend:test", "--num_tasks", 6, "--agent", tmp_path / "sweet",
+                       "--best_of_n", 2, "--critic", tmp_path / "critic", "--max_new_tokens", 96, "--output",
+                       tmp_path / "test", "--draws", 500)  # other N, no report: the same episodes are enough
+    assert "sweet-best-of-2" in again.stdout and lines(played) == before[1] and before[1][0]["best_of_n"] == 2
 
 
 def test_best_of_n_says_the_candidate_with_the_highest_score():

@@ -59,6 +59,7 @@ def test_a_text_that_came_up_often_is_in_as_many_pairs_but_computed_once():
 def test_equal_texts_and_ties_are_never_a_pair(pairing):
     assert make_pairs(["x"] * 4, [0.1] * 4, pairing, 4, random.Random(0)) == []
     assert make_pairs(["x", "y"], [0.5, 0.5], pairing, 4, random.Random(0)) == []
+    assert make_pairs(["x", ""], [0.9, 0.1], pairing, 4, random.Random(0)) == []  # nothing to learn from
     for a, b in make_pairs(["x", "y", "x", "z", "y"], [0.9, 0.1, 0.9, 0.5, 0.1], pairing, 9, random.Random(0)):
         assert (a, b) in {(0, 1), (0, 3), (3, 1)}
 
@@ -123,7 +124,7 @@ def test_no_candidate_sees_another():
     mask = train_critic.packed_mask([row], torch.tensor([row.turn_index]))[0, 0]
     assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],  # the prompt's two tokens need no mask
                                    [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1]]
-    assert row.positions() == [0, 1, 2, 3, 2, 3, 4] and row.sources()[2:] == [1, 2, 1, 4, 5]
+    assert row.positions(9) == [0, 1, 2, 3, 2, 3, 4, 5, 6] and row.sources()[2:] == [1, 2, 1, 4, 5]
 
 
 # -----------------------------------------------------------------------------

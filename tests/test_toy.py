@@ -138,6 +138,8 @@ def test_toy_credit_names_each_kind_of_turn(tasks):
     assert kind(asked_first, f"The {first}?") == "repeated question"
     assert kind(asked_first, f"{ANSWER_MARKER} def label(text): return text") == "early answer"
     assert kind(known, right) == "right answer" and kind(known, f"{ANSWER_MARKER} x") == "wrong answer"
+    question = {"role": "assistant", "content": f"Tell me the {first}."}
+    assert toy_credit(task, start + [question], 0, max_turns=1).kind == "early answer"  # the last message is the answer
 
 
 def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):

@@ -221,6 +221,14 @@ def test_without_privileged_information_no_picture_is_drawn_or_seen(tiny_vision,
     assert scores[0] == scores[1] and scores[0][0] != scores[0][1]
 
 
+def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_ones(tiny_vision):
+    model = load_model(tiny_vision, auto_class=train_critic.vision_value_class(tiny_vision))
+    inputs = picture_inputs(colbench.load_processor(tiny_vision), [MESSAGES])  # the page could not be drawn: words alone
+    assert "pixel_values" not in inputs
+    model(**inputs).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @needs_chromium
 def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
     reopened, _ = critic
