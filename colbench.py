@@ -1389,9 +1389,9 @@ def serve_answers(control: socket.socket, folder: str) -> None:
         del sys.path[0]  # Python 3.10 has no -P
     globals().update(vars(builtins))  # an answer that rebinds builtins.int does not rebind ours
     signal.signal(signal.SIGUSR1, lambda *_: os.getppid() == owner or sys.exit())  # also sent when a mere thread ends
-    status, rules, program, libc = {"limits": set_limits(LIMITS)}, -1, None, None
+    status, rules, program, libc, fork = {"limits": set_limits(LIMITS)}, -1, None, None, os.fork
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
+        libc, fork = ctypes.CDLL(None), ctypes.PyDLL(None).fork  # os.fork seeds and repairs in the child what no child needs
         locks, rules = lock_down(libc, folder)
         status |= locks
         program = ctypes.create_string_buffer(child_filter(PROCESS_MARK)) if status["system calls"] else None
@@ -1401,7 +1401,7 @@ def serve_answers(control: socket.socket, folder: str) -> None:
     gc.collect()
     gc.freeze()
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
-        child = os.fork()
+        child = fork()
         if child == 0:
             control.close()
             run_child(libc, descriptors[0], itself, rules, program)
