@@ -146,6 +146,8 @@ def test_truncation_drops_whole_oldest_turns_and_never_part_of_a_scored_one():
     assert dropped == 1 and shorter.turns == 2
     text = tokenizer.decode(shorter.ids)
     assert "task" in text and "first" not in text and "second" in text and "third" in text
+    cut, _ = train_critic.encode_row(tokenizer, messages, [True, True, False], len(full.ids) - 2)
+    assert cut.ids == shorter.ids[:-1]  # the last turn that is left is the one that was cut at the token limit
     assert train_critic.encode_row(tokenizer, messages, [True] * 3, 10)[0] is None
 
 
@@ -413,9 +415,9 @@ def test_a_value_head_tells_close_candidates_apart_where_its_model_is_rounded():
     from transformers import AutoModelForTokenClassification
 
     torch.manual_seed(0)
-    model = AutoModelForTokenClassification.from_config(tiny_model(byte_tokenizer()).config, num_labels=1).eval()
-    ids = torch.arange(200)[None]
-    rounded = model.to(torch.bfloat16)
+    config = tiny_model(byte_tokenizer()).config
+    config.num_labels = 1
+    rounded, ids = AutoModelForTokenClassification.from_config(config).eval().to(torch.bfloat16), torch.arange(200)[None]
     distinct = [rounded(ids).logits.unique().numel()]
     rounded.score = train_critic.exact(rounded.score)
     assert rounded(ids).logits.unique().numel() > distinct[0]
