@@ -279,8 +279,10 @@ def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impat
 
 def test_no_server_at_all_ends_at_once_with_the_reason_and_what_to_do(impatient, tmp_path, capsys):
     file, _ = toy_tasks(tmp_path, 3)
-    rows = [json.loads(line) for line in collected(tmp_path, file, "http://127.0.0.1:9/v1").splitlines()]
-    assert all("refused" in row["error"] and row["reward"] is None for row in rows)
+    with pytest.raises(SystemExit, match="every dialogue failed"):  # a recipe stops here
+        collected(tmp_path, file, "http://127.0.0.1:9/v1")
+    rows = [json.loads(line) for line in open(tmp_path / "episodes.jsonl")]
+    assert len(rows) == 3 and all("refused" in row["error"] and row["reward"] is None for row in rows)
     assert "Give the same command again" in capsys.readouterr().out
 
 
