@@ -366,15 +366,12 @@ def test_a_flag_that_would_do_nothing_is_refused(flags):
         train_policy.parse_args([*flags, "--episodes", "e", "--model", "m", "--output", "o"])
 
 
-def test_real_tasks_need_a_human_and_a_run_in_which_every_dialogue_failed_is_no_success(tmp_path):
+def test_real_tasks_need_a_human(tmp_path):
     task = {"problem_description": "d", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
-    command = ["collect.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", "scripted", "--output", tmp_path / "e.jsonl"]
-    result = run_script(*command, check=False)
-    assert result.returncode == 1 and "found no --human" in result.stderr
-    result = run_script(*command, "--human", "http://127.0.0.1:1/v1", "--samples_per_task", 1, check=False,
-                        env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 1 and "1 failed" in result.stdout and "every dialogue failed" in result.stderr
+    result = run_script("collect.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", "scripted", "--output",
+                        tmp_path / "e.jsonl", check=False)
+    assert result.returncode == 1 and "found no --human" in result.stderr and not (tmp_path / "e.jsonl").exists()
 
 
 # -----------------------------------------------------------------------------
