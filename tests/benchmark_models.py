@@ -139,12 +139,17 @@ def concatenated(rows):
             "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
 
+def logits_at(model, keep, ids, attention):
+    """Logits (n, V) at the n positions of `keep` (R, T) alone; older transformers take no such mask themselves."""
+    hidden = model.get_decoder()(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
+    return model.get_output_embeddings()(hidden[keep])
+
+
 def stand_in_loss(model, batch):
     """TRL's best setting in a few lines: reference given, logits at valid positions only."""
     mask = batch["completion_mask"][:, 1:] > 0
     keep = F.pad(mask, (0, 1))  # the positions that predict a completion token
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False,
-                   logits_to_keep=keep).logits.view(-1, model.config.vocab_size)
+    logits = logits_at(model, keep, batch["input_ids"], batch["attention_mask"])
     labels = batch["input_ids"][:, 1:][mask]
     picked = logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(-1)
     sums = torch.zeros(mask.shape).masked_scatter(mask, picked).sum(1)
@@ -304,8 +309,7 @@ def padded_pair(model, rows):
     turns = torch.tensor([row.turn_index + [-1] * (width - len(row.ids)) for row in rows])
     attention = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows])
     member = turns[:, 1:] >= 0
-    logits = model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=F.pad(member, (0, 1))).logits
-    logits = logits.view(-1, model.config.vocab_size)
+    logits = logits_at(model, F.pad(member, (0, 1)), ids, attention)
     picked = logits.gather(1, ids[:, 1:][member][:, None])[:, 0] - logits.logsumexp(-1)
     slots = (torch.arange(2)[:, None] * 10 + turns[:, 1:])[member]
     return torch.zeros(20).index_add(0, slots, picked).view(2, 10)
