@@ -121,6 +121,7 @@ def test_paired_difference_is_far_narrower_than_the_unpaired_one(tmp_path):
     pair = next(pair for pair in results["pairs"] if pair["metric"] == "reward")
     alone = results["policies"]["p"]["numbers"]["reward"]
     assert pair["difference"]["value"] == pytest.approx(easy.mean() / 10)
+    assert 0 < pair["difference"]["low"] < pair["difference"]["value"] < pair["difference"]["high"]
     assert pair["difference"]["high"] - pair["difference"]["low"] < 0.2 * (alone["high"] - alone["low"])
     assert (pair["wins"], pair["losses"], pair["sign_test_p"]) == (60, 0, pytest.approx(2 / 2**60))
 

@@ -265,6 +265,21 @@ def test_each_baseline_learns_what_it_should(trained, tiny, tmp_path, method):
         assert lines[0]["train/margin"] == pytest.approx(0, abs=1e-5)
 
 
+def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
+    tokenizer = byte_tokenizer()
+    model, episodes = tiny_model(tokenizer), [episode("t", 1.0), episode("t", 0.0, 1, ("t", "why?", "so", "longer", "r", "no"))]
+    args = parsed("mtdpo", "--nll", "0")
+    items, _ = train_policy.method_items(tokenizer, episodes, args, None)
+    sums = []  # over all agent tokens of each dialogue, read one turn at a time
+    for one in episodes:
+        row, _ = train_critic.dialogue_row(tokenizer, one, "none", 999)
+        sums.append(turn_scores(model, [row], "cpu")[0].sum())
+    for row in items[0].rows:
+        row.reference = [0.0] * row.turns
+    margin = train_policy.dpo_objective(model, items, args, "cpu")["train/margin"]
+    assert margin.item() == pytest.approx(args.beta * (sums[0] - sums[1]).item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("method", ["mtdpo", "rft", "sft"])
 def test_no_baseline_reads_the_solution_unless_it_is_asked_to(tmp_path, method):
     tokenizer, episodes = byte_tokenizer(), [episode("t", 1.0), episode("t", 0.0, 1)]
