@@ -737,7 +737,6 @@ class LocalSpeaker:
         import torch
 
         cache, mask, logits = self._read(prompts, known)
-        known.clear()  # the batch has its own copy of these caches
         if n > 1:  # the prompt was read once, and its n samples look at it together
             cache = share_prompts(self.model, cache, n)
             mask, logits = mask.repeat_interleave(n, 0), logits.repeat_interleave(n, 0)
@@ -772,7 +771,10 @@ class LocalSpeaker:
         return [Utterance(text, done) for text, done in zip(texts, finished, strict=True)], states
 
     def _read(self, prompts, known):
-        """Prefill: (cache, mask (R, T), logits of the last position (R, V)). Only what no cache holds is computed."""
+        """Prefill: (cache, mask (R, T), logits of the last position (R, V)). Only what no cache holds is computed.
+
+        The cache is a copy of what `known` holds, which is emptied.
+        """
         import torch
         from transformers import DynamicCache
 
@@ -794,6 +796,7 @@ class LocalSpeaker:
             cache.update(*stacked, layer)
             for state in filter(None, known):
                 state[1][layer] = None  # copied: kept until the end, all caches would be there twice
+        known.clear()
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
         logits = self.model(input_ids=fed, attention_mask=mask, position_ids=positions, past_key_values=cache,
                             use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -1374,7 +1377,8 @@ def run_child(libc: ctypes.CDLL | None, descriptor: int, worker: int, rules: int
             confined = rules < 0 or libc.syscall(RESTRICT_SELF, rules, 0) == 0
             if program:
                 program.raw = program.raw.replace(struct.pack("I", PROCESS_MARK), struct.pack("I", os.getpid()))
-            if not confined or program and not install_filter(libc, program):
+                confined = confined and install_filter(libc, program)
+            if not confined:
                 os._exit(1)
         if os.getppid() == worker:
             answer_job(descriptor)

@@ -476,19 +476,26 @@ def gather_shares(mine, process, count):
     return [gathered[number % process.world][number // process.world] for number in range(count)]
 
 
-def score_rows(model, rows, process, micro_batch_size=1):
-    """Fill `reference` of every row with its turn sums under `model`; ranks share the work and then the results."""
-    unique = list({id(row): row for row in rows}.values())
-    unique.sort(key=lambda row: len(row.ids))
-    share = [row for row, _ in my_share(unique, process)]
-    sums = []
+def share_scores(model, rows, score, process, micro_batch_size):
+    """The tables (R, S) that `score` gives, as lists over each row's turns; ranks share the work and then the results."""
+    share = [row for row, _ in my_share(rows, process)]
+    found = []
     with scoring(model):
         for start in range(0, len(share), 2 * micro_batch_size):
             group = share[start:start + 2 * micro_batch_size]
-            scores, _ = turn_scores(model, group, process.device, micro_batch_size)
-            sums += [row_scores[:row.turns].tolist() for row, row_scores in zip(group, scores, strict=True)]
-    for row, row_sums in zip(unique, gather_shares(sums, process, len(unique)), strict=True):
-        row.reference = row_sums
+            found += [[turns[:row.turns].tolist() for turns in tables]
+                      for row, *tables in zip(group, *score(group), strict=True)]
+    return gather_shares(found, process, len(rows))
+
+
+def score_rows(model, rows, process, micro_batch_size=1):
+    """Fill `reference` of every row with its turn sums under `model`."""
+    unique = list({id(row): row for row in rows}.values())
+    unique.sort(key=lambda row: len(row.ids))
+    scores = share_scores(model, unique, lambda group: turn_scores(model, group, process.device, micro_batch_size), process,
+                          micro_batch_size)
+    for row, (sums, _) in zip(unique, scores, strict=True):
+        row.reference = sums
 
 
 def reference_tensor(rows, like):
@@ -728,22 +735,22 @@ def is_complete(output, process):
 
 
 def turn_worths(model, rows, args, device):
-    """(worth, sums, counts) of the rows' turns, (R, S) each: advantages, and the log-prob sums and token counts they are of.
+    """(worth, counts, sums) of the rows' turns, (R, S) each: advantages, and the token counts and log-prob sums they are of.
 
     A value head's worths are logits of the outcome; it has no sums, and its counts are 1 for each turn that exists.
     """
     if args.head == "value":
         values, exists = turn_scores(model, rows, device, args.micro_batch_size, forward_values)
-        return values, None, exists
+        return values, exists, None
     sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
-    return advantage(sums, reference_tensor(rows, sums), counts, args.normalise), sums, counts
+    return advantage(sums, reference_tensor(rows, sums), counts, args.normalise), counts, sums
 
 
 def critic_objective(model, items, args, device):
     """Losses and metrics of a micro-batch, (items,) each: means over an item's pairs of episodes."""
     rows = [row for item in items for row in item.rows]
     chosen, rejected = torch.tensor(batch_pairs(items, [len(item.rows) for item in items]), device=device).unbind(1)
-    worths, sums, counts = turn_worths(model, rows, args, device)
+    worths, counts, sums = turn_worths(model, rows, args, device)
     if args.head == "value":
         rewards = torch.tensor([reward for item in items for reward in item.rewards], device=device)
         losses, worth = value_loss(worths, rewards, counts), worths.sum(1) / counts.sum(1)
@@ -757,19 +764,6 @@ def critic_objective(model, items, args, device):
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
 
-def share_worths(model, rows, args, process):
-    """Worths and counts of every turn of `rows` (`turn_worths`), as lists; ranks share the work."""
-    share = [row for row, _ in my_share(rows, process)]
-    found = []
-    with scoring(model):
-        for start in range(0, len(share), 2 * args.micro_batch_size):
-            group = share[start:start + 2 * args.micro_batch_size]
-            worths, _, counts = turn_worths(model, group, args, process.device)
-            found += [(w[:row.turns].tolist(), c[:row.turns].tolist())
-                      for row, w, c in zip(group, worths, counts, strict=True)]
-    return gather_shares(found, process, len(rows))
-
-
 def holdout_metrics(model, items, args, process):
     """What the critic says of held-out pairs: does it rank them, and at which level are answers and other turns?
 
@@ -779,7 +773,8 @@ def holdout_metrics(model, items, args, process):
     if not items:
         return {}
     rows = [row for item in items for row in item.rows]
-    scored = share_worths(model, rows, args, process)
+    scored = share_scores(model, rows, lambda group: turn_worths(model, group, args, process.device)[:2], process,
+                          args.micro_batch_size)
     pairs = batch_pairs(items, [len(item.rows) for item in items])
     worth = [numpy.mean(turns) if args.head == "value" else sum(turns) for turns, _ in scored]  # as the loss has it
     margins = numpy.array([worth[chosen] - worth[rejected] for chosen, rejected in pairs])

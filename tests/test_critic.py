@@ -432,9 +432,9 @@ def test_padding_goes_on_counting_so_that_transformers_sees_one_sequence_and_mak
 @pytest.mark.parametrize("head, right", [("logratio", 0.0), ("value", 1.0)])
 def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(monkeypatch, head, right):
     rows = [Row([0], [-1], 8), Row([0], [-1], 3)]  # eight turns, each a little better than the three of the other
-    monkeypatch.setattr(train_critic, "share_worths", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
+    monkeypatch.setattr(train_critic, "share_scores", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
     found = train_critic.holdout_metrics(None, [train_critic.Item(rows, [1.0, 0.0])],
-                                         types.SimpleNamespace(head=head, beta=1.0), None)
+                                         types.SimpleNamespace(head=head, beta=1.0, micro_batch_size=1), None)
     assert found["holdout/accuracy"] == right and ("holdout/loss" in found) == (head == "logratio")
 
 
