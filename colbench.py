@@ -1781,7 +1781,7 @@ CHROMIUM_FLAGS = [
     # Requests are answered or failed in _answer; these close the network for what never becomes a request there
     # (preconnect, DNS prefetch): every host is unknown, and the proxy, loopback included, is a closed port.
     "--proxy-server=127.0.0.1:1", "--proxy-bypass-list=<-loopback>", "--host-resolver-rules=MAP * ~NOTFOUND",
-]  # fmt: skip
+]
 # The shell gives Chromium the pipe as descriptors 3 and 4 and removes the profile even if our process was killed:
 # Chromium quits when its pipe closes.
 CHROMIUM_SHELL = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$HOME"'
@@ -1883,7 +1883,7 @@ class Browser:
             ["sh", "-c", CHROMIUM_SHELL, "sh", *command], bufsize=0, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={"PATH": os.environ.get("PATH", os.defpath), "HOME": self.profile},
-        )  # fmt: skip
+        )
         os.set_blocking(self.process.stdin.fileno(), False)
         self.received, self.last_id, self.target, self.session = bytearray(), 0, None, None
         self.pages_left, self.starts = self.pages_per_start, self.starts + 1
@@ -1933,7 +1933,7 @@ class Browser:
         while unsent:
             self._wait([], [self.process.stdin])
             try:
-                unsent = unsent[os.write(self.process.stdin.fileno(), unsent) :]
+                unsent = unsent[os.write(self.process.stdin.fileno(), unsent):]
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -2089,7 +2089,7 @@ class ClipReward:
 
         embeddings = []
         for start in range(0, len(pictures), self.batch_size):
-            images = [self._square(open_picture(png)) for png in pictures[start : start + self.batch_size]]
+            images = [self._square(open_picture(png)) for png in pictures[start:start + self.batch_size]]
             pixels = self.processor(images=images, return_tensors="pt")["pixel_values"].to(self.device)
             with torch.inference_mode():
                 pooled = self.model.vision_model(pixel_values=pixels).pooler_output  # [B, hidden]
@@ -2133,6 +2133,7 @@ def grade_frontend_all(tasks, answers, browser, clip=None):
 
 # -----------------------------------------------------------------------------
 # Frontend human: a vision-language model that sees both screenshots
+
 
 def image_part(png):
     """A screenshot as a part of a message in the OpenAI format, for servers."""

@@ -478,7 +478,7 @@ def training_curves(specs):
             points = [(row.get("step", i), row[key]) for i, row in enumerate(rows)
                       if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])]
             window = math.ceil(len(points) / 300) or 1
-            means = [numpy.mean(points[i : i + window], axis=0) for i in range(0, len(points), window)]
+            means = [numpy.mean(points[i:i + window], axis=0) for i in range(0, len(points), window)]
             if len(means) > 3:  # two points of a hold-out are no curve
                 curves[key][name] = means
     return curves

@@ -138,6 +138,15 @@ class Row:
             positions.append(self.prompt if self.opens(place) else positions[-1] + 1 if positions else 0)
         return positions + list(range(positions[-1] + 1, positions[-1] + 1 + width - len(positions)))
 
+    def apart(self):
+        """The same turns, each after a prompt of its own: what an ordinary causal model can read."""
+        if not self.prompt:
+            return [self]
+        places = [[place for place in range(len(self.ids)) if place < self.prompt or self.turn_index[place] == turn]
+                  for turn in range(self.turns)]
+        return [Row([self.ids[place] for place in chosen], [min(self.turn_index[place], 0) for place in chosen], 1)
+                for chosen in places]
+
     def sources(self):
         """Column whose logits predict each token: the one before, or the prompt's last for a packed turn's first. (T,)"""
         return [self.prompt - 1 if self.opens(place) else max(0, place - 1) for place in range(len(self.ids))]
@@ -202,6 +211,28 @@ def packed_attention(module, query, key, value, attention_mask, **options):
     return torch.cat([prompt, turns], 1), None
 
 
+def sees_everything(model):
+    """Whether each token looks at all before it, by scaled dot products alone, as `packed_attention` lets it.
+
+    Not so with sliding windows, attention sinks or recurrent layers: their packed turns are read apart.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    plain = model.config._attn_implementation in ("sdpa", "packed", "shared_prompts") and not model._is_stateful
+    return plain and not window and {*kinds} == {"full_attention"}
+
+
+def read_turns(forward_fn, model, rows, device):
+    """The two tables (R, S) of `forward_turns` or `forward_values`, of packed and ordinary rows, by any model."""
+    if sees_everything(model) or not any(row.prompt for row in rows):
+        return forward_fn(model, rows, device)
+    apart = [row.apart() for row in rows]
+    tables = forward_fn(model, [single for singles in apart for single in singles], device)
+    return tuple(torch.nn.utils.rnn.pad_sequence(table[:, 0].split([len(singles) for singles in apart]), batch_first=True)
+                 for table in tables)
+
+
 def forward_turns(model, rows, device):
     """Log-prob sums and token counts of each turn, (R, S) and (R, S), with logits only where an agent token is next."""
     batch = collate(rows, device)
@@ -255,7 +286,7 @@ def grouped(rows, micro_batch_size):
 def turn_scores(model, rows, device, micro_batch_size=1, forward_fn=forward_turns):
     """(sums, counts) of all rows, (R, S) each, whether they are forwarded one by one or together."""
     turns = max(row.turns for row in rows)
-    parts = [forward_fn(model, group, device) for group in grouped(rows, micro_batch_size)]
+    parts = [read_turns(forward_fn, model, group, device) for group in grouped(rows, micro_batch_size)]
     return tuple(torch.cat([F.pad(part[side], (0, turns - part[side].shape[1])) for part in parts]) for side in (0, 1))
 
 
@@ -879,14 +910,19 @@ class Critic:
         row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length, self.sight)
         return [None] * dropped + self._advantages([row], [row]) if row else [None] * (len(episode["dialogue_history"]) // 2)
 
+    def _turns(self, forward_fn, model, rows):
+        """Both tables of the rows' turns, one row after the other: (S of all,) each."""
+        read = [read_turns(forward_fn, model, [row], self.device) for row in rows]
+        return (torch.cat([tables[side][0] for tables in read]) for side in (0, 1))
+
     @torch.no_grad()
     def _advantages(self, rows, reference_rows):
         """The turns of `rows` in order, scored one row at a time; the reference may see them in other rows."""
         if self.head == "value":
-            return torch.cat([forward_values(self.model, [row], self.device)[0][0] for row in rows]).tolist()
-        scored = [forward_turns(self.model, [row], self.device) for row in rows]
-        sums, counts = (torch.cat([part[side][0] for part in scored]) for side in (0, 1))
-        references = torch.cat([forward_turns(self.reference_model, [row], self.device)[0][0] for row in reference_rows])
+            values, _ = self._turns(forward_values, self.model, rows)
+            return values.tolist()
+        sums, counts = self._turns(forward_turns, self.model, rows)
+        references, _ = self._turns(forward_turns, self.reference_model, reference_rows)
         # one turn a row: what a candidate is worth has nothing to do with the tokens of its rivals
         return advantage(sums[:, None], references[:, None], counts[:, None], self.normalise)[:, 0].tolist()
 

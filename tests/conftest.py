@@ -49,15 +49,16 @@ def byte_tokenizer(template="llama3"):
 
 def tiny_model(tokenizer, family="llama", tied=False, seed=0):
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    kind, windowed = {"gemma3": "gemma3_text"}.get(family, family), family in ("mistral", "gemma3")
     torch.manual_seed(seed)
     # a large init makes the random model's next-token distributions sharp, so that a wrong mask shows
-    return AutoModelForCausalLM.from_config(kind(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, tie_word_embeddings=tied, initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id))
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+        **{"sliding_window": 16} if windowed else {}))
 
 
 def pytest_addoption(parser):

@@ -278,7 +278,7 @@ def test_bombs_cost_their_own_limit_only(browser):
         "<svg>" + "".join(
             f'<g id="g{i}">' + f'<use href="#g{i + 1}"/>' * 10 + "</g>" for i in range(9)
         ) + '<g id="g9"><rect width="1" height="1"/></g></svg>',
-    ]  # fmt: skip
+    ]
     for bomb in bombs:
         start = time.monotonic()
         browser.picture(bomb)

@@ -85,7 +85,8 @@ def gradients(model, rows):
     return flat.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)])
+@pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False),
+                                          ("mistral", False), ("gemma3", False)])
 def test_a_packed_row_has_the_logprobs_and_gradients_of_separate_rows(family, tied):
     tokenizer = byte_tokenizer()
     model = tiny_model(tokenizer, family, tied).double()
