@@ -289,6 +289,14 @@ def instructions(task, prompt):
     return AGENT_PROMPT[task["domain"]] if prompt is None else prompt
 
 
+def read_prompt(path):
+    """The instructions in a file; None where no file is named."""
+    try:
+        return path and Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path}: found no instructions ({error}), expected a file of plain UTF-8 text") from None
+
+
 def agent_messages(task, history, prompt):
     """What the agent sees: its instructions and the dialogue. Its own turns are the raw texts that it wrote."""
     system = [{"role": "system", "content": prompt}] if prompt else []
@@ -463,7 +471,7 @@ class SpeakerError(Exception):
 
 
 def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None,
-                 pictures=False):
+                 dtype=None, pictures=False):
     """The speaker that `spec` names: `scripted`, `http://host:port/v1`, or a model name or directory.
 
     With `pictures` in the conversations, a model must be a vision-language one.
@@ -472,13 +480,13 @@ def load_speaker(spec, role="agent", model_name=None, temperature=1.0, max_new_t
     if name == "scripted":
         return ScriptedSpeaker(role, manner)
     if spec.startswith(("http://", "https://")):
-        return ServerSpeaker(spec, model_name, temperature, max_new_tokens)
+        return ServerSpeaker(spec, model_name, temperature, max_new_tokens, batch_size)
     if pictures and not sees_pictures(spec):
         raise SystemExit(f"{spec}: found a text-only model, expected a vision-language one, since the {role} of frontend tasks"
                          " looks at pictures of pages; choose one such as Qwen/Qwen2-VL-7B-Instruct, or a server of one")
     if pictures:
-        return VisionSpeaker(spec, temperature, max_new_tokens, batch_size, device)
-    return LocalSpeaker(spec, temperature, max_new_tokens, batch_size, device)
+        return VisionSpeaker(spec, temperature, max_new_tokens, batch_size, device, dtype)
+    return LocalSpeaker(spec, temperature, max_new_tokens, batch_size, device, dtype)
 
 
 class ScriptedSpeaker:
@@ -670,8 +678,23 @@ def default_device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", **options):
-    """A transformers model, fp32 on a CPU and bf16 elsewhere, from safetensors only; what cannot be opened is named."""
+@functools.cache
+def say_device(device):
+    """Where this run computes, said once: a driver that does not fit leaves torch on the CPU without a word."""
+    import torch
+
+    if os.environ.get("RANK", "0") == "0":
+        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
+        print(f"computing on {device} ({name})", file=sys.stderr)
+
+
+def compute_dtype(device, dtype=None):
+    """The name of what models compute in: --dtype, or bf16 on GPUs and fp32 on a CPU."""
+    return dtype or ("float32" if str(device) == "cpu" else "bfloat16")
+
+
+def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, **options):
+    """A transformers model in `compute_dtype`, or as `dtype` says, from safetensors only; what cannot be opened is named."""
     import safetensors
     import torch
     import transformers
@@ -680,7 +703,9 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", **options)
     # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and plans for each new length
     torch.backends.cuda.enable_cudnn_sdp(False)
     model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
-    options = {"dtype": torch.float32 if str(device) == "cpu" else torch.bfloat16} | options
+    options |= {"dtype": compute_dtype(device, dtype)}
+    say_device(str(device))
+    gc.collect()  # what is left of an earlier model goes before the next one comes
     try:
         model, report = model_class.from_pretrained(path, use_safetensors=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
@@ -701,10 +726,11 @@ class LocalSpeaker:
     its neighbours in the batch.
     """
 
-    def __init__(self, path, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None, model=None, tokenizer=None):
+    def __init__(self, path, temperature=1.0, max_new_tokens=1024, batch_size=64, device=None, dtype=None, model=None,
+                 tokenizer=None):
         self.device = device or default_device()
         self.tokenizer = tokenizer or load_tokenizer(path)
-        self.model = (model or load_model(path, self.device)).eval()
+        self.model = (model or load_model(path, self.device, dtype=dtype)).eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.kept = {}
@@ -902,12 +928,12 @@ class VisionSpeaker:
     It draws like LocalSpeaker, but keeps no cache from turn to turn: the pictures stand in front, and each turn has new ones.
     """
 
-    def __init__(self, path, temperature=0.0, max_new_tokens=1024, batch_size=64, device=None):
+    def __init__(self, path, temperature=0.0, max_new_tokens=1024, batch_size=64, device=None, dtype=None):
         from transformers import GenerationConfig
 
         self.device = device or default_device()
         self.processor = load_processor(path)
-        self.model = load_model(path, self.device, "AutoModelForImageTextToText").eval()
+        self.model = load_model(path, self.device, "AutoModelForImageTextToText", dtype).eval()
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
         tokenizer = self.processor.tokenizer
         self.stops = stop_tokens(self.model, tokenizer) | {closing_token(tokenizer)}

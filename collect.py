@@ -47,6 +47,7 @@ from colbench import (
     instructions,
     leak_share,
     load_speaker,
+    read_prompt,
     read_tasks,
     split_message,
     write_atomically,
@@ -66,8 +67,9 @@ class Process(typing.NamedTuple):
         return self.rank == 0
 
     @property
-    def hide_bar(self):
-        return None if self.leads else True  # for tqdm: None hides it where nobody watches
+    def bar(self):
+        """Options of tqdm: the leader's bar alone, which a log file gets once a minute."""
+        return {"disable": not self.leads, "mininterval": 0.1 if sys.stderr.isatty() else 60}
 
     def barrier(self):
         if self.world > 1:
@@ -148,9 +150,10 @@ def claim_output(path, args, inputs, process, cost_flags):
     """
     flags = {name: value for name, value in vars(args).items() if name != "output"}
     run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world, "inputs": {}}
-    for name in inputs:
+    for name in filter(None, inputs):
         if not Path(name).is_file():
-            raise SystemExit(f"{name}: no such file; expected a JSONL file that another of these scripts wrote")
+            raise SystemExit(f"{name}: no such file; expected an input of this command: a JSONL file, or instructions as"
+                             " plain text")
         with open(name, "rb") as file:
             run["inputs"][str(name)] = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") \
                 else hashlib.sha256(file.read()).hexdigest()
@@ -181,7 +184,7 @@ def has_output(record):
 
 def claim_rollout(path, args, process):
     """claim_output for a file of episodes: free are the number played at the same time, and what is done with them later."""
-    inputs = [args.tasks] if Path(args.tasks).is_file() else []
+    inputs = [args.tasks if Path(args.tasks).is_file() else None, args.agent_prompt, args.human_prompt]
     claim_output(path, args, inputs + records(args.agent, getattr(args, "critic", None)), process,
                  ("batch_size", "best_of_n", "against", "report", "metrics", "draws", "leak_threshold"))
 
@@ -325,6 +328,11 @@ def flag_parser(description):
     return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
 
 
+def add_dtype_flag(parser):
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"),
+                        help="what models compute in (default: bfloat16 on GPUs, float32 on CPUs); checkpoints are float32")
+
+
 def add_rollout_flags(parser):
     """The flags of a rollout, which collect.py and evaluate.py share."""
     # data
@@ -341,6 +349,8 @@ def add_rollout_flags(parser):
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is --human_temperature")
     parser.add_argument("--human_temperature", type=float, default=0.0, help="of the human")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="of one agent message")
+    parser.add_argument("--human_max_new_tokens", type=int, default=1024, help="of one human message, its thoughts included")
+    add_dtype_flag(parser)
     # rules and judge
     parser.add_argument("--max_turns", type=int, default=MAX_TURNS, help="agent messages in a dialogue")
     parser.add_argument("--reply_chars", type=int, help="cut human replies here (default: 400 backend, 1000 frontend)")
@@ -369,7 +379,7 @@ def check_rollout_flags(args):
     for name in ("tasks", "agent"):
         if not getattr(args, name):
             raise SystemExit(f"found no --{name}; expected one (see --help)")
-    require_at_least(1, args, "num_tasks", "max_new_tokens", "max_turns", "reply_chars", "batch_size")
+    require_at_least(1, args, "num_tasks", "max_new_tokens", "human_max_new_tokens", "max_turns", "reply_chars", "batch_size")
     require_at_least(0, args, "temperature", "human_temperature", "seed")
 
 
@@ -383,23 +393,17 @@ def require_at_least(least, args, *names):
 
 def load_rollout(args, tasks, process):
     """(agent, human, referee, rules) as the flags ask; everything that can fail early fails here."""
-    for path in filter(None, (args.agent_prompt, args.human_prompt)):
-        if not Path(path).is_file():
-            raise SystemExit(f"{path}: no such file; expected the instructions as plain text")
     own = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
-    agent_prompt = args.agent_prompt or (own if own.is_file() else None)
-    try:
-        prompts = [path and Path(path).read_text(encoding="utf-8").strip() for path in (agent_prompt, args.human_prompt)]
-    except UnicodeDecodeError as error:
-        raise SystemExit(f"found instructions that are no UTF-8 text ({error}); expected plain text") from None
+    prompts = [read_prompt(args.agent_prompt or (own if own.is_file() else None)), read_prompt(args.human_prompt)]
     if not args.human and not all("toy" in task for task in tasks):
         raise SystemExit("found no --human for tasks that are of no toy world; expected a server or a model (with scripted,"
                          " which says that it does not know, a dry run)")
     referee = Referee(args, tasks, process)
-    human = load_speaker(args.human or "scripted", "human", args.human_model, args.human_temperature, 1024,
-                         args.batch_size, process.device, pictures=any(task["domain"] == "frontend" for task in tasks))
+    human = load_speaker(args.human or "scripted", "human", args.human_model, args.human_temperature,
+                         args.human_max_new_tokens, args.batch_size, process.device, args.dtype,
+                         pictures=any(task["domain"] == "frontend" for task in tasks))
     agent = load_speaker(args.agent, "agent", args.agent_model, args.temperature, args.max_new_tokens,
-                         args.batch_size, process.device)
+                         args.batch_size, process.device, args.dtype)
     return agent, human, referee, Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
 
 
@@ -419,7 +423,7 @@ def collect(tasks, samples, args, process, output, choose=lambda agent: agent, *
         agent, human, referee, rules = load_rollout(args, tasks, process)
         totals = count(Counter(), store.rows.values())
         with referee, tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world, unit="episode",
-                           disable=process.hide_bar) as bar:
+                           **process.bar) as bar:
             for episode in rollout(mine, choose(agent), human, referee, rules, args.batch_size):
                 store.append(episode | {"agent": args.agent, "human": args.human or "scripted"} | notes)
                 bar.update(process.world)

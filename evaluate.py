@@ -169,8 +169,8 @@ class BestOfN:
 class JudgingModel:
     """A language model as scorer, like the paper's LLM judge: it reads all candidates at once and names the best."""
 
-    def __init__(self, spec, model_name, device):
-        self.speaker = load_speaker(spec, "critic", model_name, temperature=0.0, max_new_tokens=16, device=device)
+    def __init__(self, spec, model_name, device, dtype):
+        self.speaker = load_speaker(spec, "critic", model_name, temperature=0.0, max_new_tokens=16, device=device, dtype=dtype)
 
     def score(self, task, messages, texts, finished):
         dialogue = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -184,15 +184,15 @@ class JudgingModel:
 
 def load_scorer(args, device):
     if args.critic and args.critic.startswith("judge:"):
-        return JudgingModel(args.critic.removeprefix("judge:"), args.critic_model, device)
-    return Critic(args.critic, device) if args.critic else None
+        return JudgingModel(args.critic.removeprefix("judge:"), args.critic_model, device, args.dtype)
+    return Critic(args.critic, device, dtype=args.dtype) if args.critic else None
 
 
 def rollouts(args, process):
     """Play --tasks with --agent, once for each N of --best_of_n; policy name -> its one run of episodes."""
     tasks = read_tasks(args.tasks, args.num_tasks)
     scorer, policies = load_scorer(args, process.device), {}
-    base = args.name or Path(args.agent).name
+    base = args.name or Path(args.agent_model or args.agent).name
     for count in args.best_of_n or [1]:
         name = f"{base}-best-of-{count}" if args.best_of_n else base
         path = Path(args.output) / f"{name}.jsonl"
@@ -206,7 +206,7 @@ def rollouts(args, process):
 
 def annotate(policies, args, process):
     """What the report shows of each episode besides its text: the critic's advantages, the toy's true credit, pictures."""
-    scorer = None if (args.critic or "judge:").startswith("judge:") else Critic(args.critic, process.device)
+    scorer = None if (args.critic or "judge:").startswith("judge:") else Critic(args.critic, process.device, dtype=args.dtype)
     episodes = [episode for runs in policies.values() for run in runs for episode in run if not episode["error"]]
     for episode in episodes:
         if scorer:
@@ -786,7 +786,7 @@ def parse_args(argv=None):
     parser.add_argument("--against", nargs="+", default=[], help="[NAME=]FILE ... to compare each policy with")
     # episodes to roll out
     add_rollout_flags(parser)
-    parser.add_argument("--name", help="name of the policy that is rolled out (default: that of its directory)")
+    parser.add_argument("--name", help="name of the policy that is rolled out (default: its directory's, or --agent_model)")
     parser.add_argument("--repeats", type=int, default=1, help="episodes of each task")
     parser.add_argument("--best_of_n", type=int, nargs="+", default=[], help="candidates for each turn: 1 2 4 ...")
     parser.add_argument("--critic", help="checkpoint of train_critic.py, or judge:SPEC; chooses among the candidates,"

@@ -48,6 +48,7 @@ from colbench import (
     LocalSpeaker,
     agent_messages,
     check_checkpoint,
+    compute_dtype,
     critic_messages,
     default_device,
     derive_seed,
@@ -63,12 +64,13 @@ from colbench import (
     picture_inputs,
     read_episodes,
     read_jsonl,
+    read_prompt,
     sees_pictures,
     toy_credit,
     use_attention,
     write_atomically,
 )
-from collect import claim_output, flag_parser, join_processes, launch, read_run, records, require_at_least
+from collect import add_dtype_flag, claim_output, flag_parser, join_processes, launch, read_run, records, require_at_least
 
 # -----------------------------------------------------------------------------
 # The equations
@@ -351,9 +353,23 @@ def vision_value_class(path):
 # Pairs of episodes
 
 
-def load_episodes(paths):
-    """Episodes that can be trained on, and how many had to be left out because of an error."""
-    episodes = read_episodes(paths)
+def load_episodes(paths, agent_prompt=None):
+    """Episodes that can be trained on, and how many had to be left out because of an error.
+
+    Samples of a task that an earlier file has, too, are numbered on. `agent_prompt` names a file with the instructions of
+    episodes that do not tell theirs, such as the official ones.
+    """
+    episodes, samples, prompt = [], {}, read_prompt(agent_prompt)
+    for path in paths:
+        found = read_episodes(path)
+        start = {task_id: samples.get(task_id, 0) for task_id in group_by_task(found)}
+        for episode in found:
+            task_id = episode["task"]["task_id"]
+            episode["sample"] += start[task_id]
+            samples[task_id] = max(samples.get(task_id, 0), episode["sample"] + 1)
+            if episode.get("agent_prompt") is None:
+                episode["agent_prompt"] = prompt
+        episodes += found
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)
 
@@ -414,7 +430,7 @@ class Item:
 
     rows: list
     rewards: list
-    pairs: list = ((0, 1),)  # (chosen, rejected): places among the item's rows (critic) or turns (policy)
+    pairs: list  # (chosen, rejected): places among the item's rows (critic) or turns (policy)
 
 
 def pairs_by_item(pairs, share):
@@ -458,17 +474,18 @@ def pair_items(tokenizer, groups, names, args, privileged, sight=None):
 # The training loop of both trainers
 
 
-def shard(model, process, checkpointing):
-    """FSDP2: each decoder layer and the root; fp32 master weights, bf16 compute on GPUs. In place."""
+def shard(model, process, checkpointing=None, dtype=None):
+    """FSDP2: each decoder layer and the root; fp32 master weights, which compute in `--dtype`. In place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if checkpointing or (checkpointing is None and process.device != "cpu"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # its newer name
+        enable({"use_reentrant": False})
     model.train()
-    if process.world == 1 and process.device == "cpu":
+    dtype = compute_dtype(process.device, dtype)
+    if process.world == 1 and process.device == "cpu" and dtype == "float32":
         return  # nothing to share, and DTensors would slow small models down
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if process.device != "cpu" \
-        else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(process.device.split(":")[0], (process.world,))
     for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -510,10 +527,10 @@ def gather_shares(mine, process, count):
 def share_scores(model, rows, score, process, micro_batch_size):
     """The tables (R, S) that `score` gives, as lists over each row's turns; ranks share the work and then the results."""
     share = [row for row, _ in my_share(rows, process)]
-    found = []
+    found, size = [], 2 * micro_batch_size  # as many rows as the pairs of a micro-batch have
     with scoring(model):
-        for start in range(0, len(share), 2 * micro_batch_size):
-            group = share[start:start + 2 * micro_batch_size]
+        for start in range(0, len(share), size):
+            group = share[start:start + size]
             found += [[turns[:row.turns].tolist() for turns in tables]
                       for row, *tables in zip(group, *score(group), strict=True)]
     return gather_shares(found, process, len(rows))
@@ -601,7 +618,7 @@ def train(model, items, objective, args, process, holdout=None):
                                   fused=process.device != "cpu")  # the usual one needs 4 more bytes a parameter on a GPU
     batches = plan_batches(len(items), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     start = load_state(output / "state", model, optimizer, process)
-    log, norms = MetricsLog(output / "metrics.jsonl", start, process), []
+    log = MetricsLog(output / "metrics.jsonl", start, process)
     for step in log.progress(start, len(batches)):
         began = time.perf_counter()
         torch.manual_seed(derive_seed(args.seed, step))  # dropout, if a model has it, must not depend on resuming
@@ -610,8 +627,6 @@ def train(model, items, objective, args, process, holdout=None):
         batch = [items[number] for number in batches[step]]
         metrics = train_step(model, optimizer, batch, objective, args, process)
         stop_if_not_finite(metrics, step, batches[step], output, process)
-        norms.append(metrics["optim/grad_norm"])
-        metrics["optim/spike"] = float(norms[-1] > 10 * numpy.median(norms[-50:]))
         metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "time/step": time.perf_counter() - began}
         metrics["data/tokens"] = sum(len(row.ids) for item in batch for row in item.rows)
         if holdout and ((step + 1) % math.ceil(len(items) / args.batch_size) == 0 or step + 1 == len(batches)):
@@ -635,18 +650,21 @@ class MetricsLog:
     """metrics.jsonl: one line a step. Lines after the step that a run resumes from are dropped."""
 
     def __init__(self, path, start, process):
-        self.path, self.process, self.bar = path, process, None
+        self.path, self.process, self.bar, self.norms = path, process, None, []
         if process.leads and path.exists():
-            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-            write_atomically(path, "".join(line + "\n" for line in lines if json.loads(line)["step"] < start))
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            kept = [row for row in rows if row["step"] < start]
+            self.norms = [row["optim/grad_norm"] for row in kept]
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def progress(self, start, steps):
-        self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step",
-                        disable=self.process.hide_bar)
+        self.bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", **self.process.bar)
         return self.bar
 
     def write(self, step, metrics):
         if self.process.leads:
+            self.norms.append(metrics["optim/grad_norm"])
+            metrics["optim/spike"] = float(self.norms[-1] > 10 * numpy.median(self.norms[-50:]))
             with open(self.path, "a") as file:
                 file.write(json.dumps({"step": step} | metrics) + "\n")
             shown = {name: metrics[name] for name in ("train/loss", "train/accuracy") if name in metrics}
@@ -809,20 +827,19 @@ def holdout_metrics(model, items, args, process):
     pairs = batch_pairs(items, [len(item.rows) for item in items])
     worth = [numpy.mean(turns) if args.head == "value" else sum(turns) for turns, _ in scored]  # as the loss has it
     margins = numpy.array([worth[chosen] - worth[rejected] for chosen, rejected in pairs])
-    flat = [(a, c, turn == rows[number].turns - 1 and rows[number].answered, side) for pair in pairs
-            for side, number in enumerate(pair) for turn, (a, c) in enumerate(zip(*scored[number], strict=True))]
-    values, lengths, answers, rejected = (numpy.array(column, dtype=float) for column in zip(*flat, strict=True))
     metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(pairs)}
     if args.head == "logratio":
         metrics["holdout/loss"] = float(numpy.logaddexp(0, -args.beta * margins).mean())
+    turns = []  # of both sides of each pair: (name, advantage, tokens)
+    for pair in pairs:
+        for side, number in zip(("chosen", "rejected"), pair, strict=True):
+            for turn, (value, tokens) in enumerate(zip(*scored[number], strict=True)):
+                answer = rows[number].answered and turn == rows[number].turns - 1
+                turns.append((f"{'answer' if answer else 'other'}_{side}", value, tokens))
+    names, values, lengths = map(numpy.array, zip(*turns, strict=True))
     if lengths.std() > 0 and values.std() > 0:
         metrics["holdout/length_correlation"] = float(numpy.corrcoef(values, lengths)[0, 1])
-    for side, name in enumerate(("chosen", "rejected")):
-        for kind, label in ((1, "answer"), (0, "other")):
-            chosen = values[(rejected == side) & (answers == kind)]
-            if len(chosen):
-                metrics[f"holdout/{label}_{name}"] = float(chosen.mean())
-    return metrics
+    return metrics | {f"holdout/{name}": float(values[names == name].mean()) for name in sorted({*names})}
 
 
 def packed_rows(tokenizer, messages, texts, finished, max_length, look=None, apart=False):
@@ -874,7 +891,7 @@ def critic_flags(path):
 class Critic:
     """A trained critic as a scorer: the advantage of each candidate turn of a state (Eq. 3)."""
 
-    def __init__(self, path, device, reference="privileged"):
+    def __init__(self, path, device, reference="privileged", dtype=None):
         flags = critic_flags(path)
         self.head, self.normalise, self.privileged = flags["head"], flags["normalise"], flags["privileged"]
         self.reference, self.max_length, self.device = reference, flags["max_length"], device or default_device()
@@ -882,10 +899,10 @@ class Critic:
         self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
         kind = "AutoModelForTokenClassification" if self.head == "value" else "AutoModelForCausalLM"
         kind = vision_value_class(path) if self.sight else kind
-        self.model = load_model(path, self.device, kind).eval()
+        self.model = load_model(path, self.device, kind, dtype).eval()
         self.reference_model = None
         if self.head == "logratio":
-            self.reference_model = load_model(flags["model"], self.device).eval()
+            self.reference_model = load_model(flags["model"], self.device, dtype=dtype).eval()
             for model in (self.model, self.reference_model):
                 model.set_output_embeddings(exact(model.get_output_embeddings()))
         else:
@@ -980,8 +997,8 @@ def print_report(output, held_episodes, args, device):
         report |= {name: value for name, value in line.items() if name.startswith(("holdout/", "credit_auc/"))}
     toy = [episode for episode in held_episodes if has_toy_credit(episode["task"])]
     if toy and not any(name.startswith("credit_auc/") for name in report) and not sees_pictures(args.model):
-        policy = LocalSpeaker(args.model, max_new_tokens=256, device=device)
-        credit = credit_auc(Critic(output, device), toy, policy, args.seed)
+        policy = LocalSpeaker(args.model, max_new_tokens=256, device=device, dtype=args.dtype)
+        credit = credit_auc(Critic(output, device, dtype=args.dtype), toy, policy, args.seed)
         with open(output / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": line["step"] + 1} | credit) + "\n")
         report |= credit
@@ -1004,6 +1021,8 @@ def add_training_flags(parser, epochs):
     parser.add_argument("--success_reward", type=float, default=0.9, help="least reward of a page that counts as a success")
     parser.add_argument("--margin", type=float, default=0.0, help="least difference of reward in a pair (frontend: 0.1)")
     parser.add_argument("--max_length", type=int, default=8192, help="tokens of a dialogue; longer ones lose oldest turns")
+    parser.add_argument("--agent_prompt", help="file with the agent's instructions in episodes that do not tell them, such as"
+                        " the official ones (default: ours)")
     # algorithm: the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, default=0.1, help="beta of Eq. (2) and Eq. (4)")
     parser.add_argument("--nll", type=float, default=0.01, help="weight of the likelihood of the chosen side")
@@ -1015,6 +1034,7 @@ def add_training_flags(parser, epochs):
     parser.add_argument("--micro_batch_size", type=int, default=1, help="items per backward; 1 wastes nothing on padding")
     parser.add_argument("--warmup", type=float, default=0.03, help="share of the steps that warm up")
     parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
+    add_dtype_flag(parser)
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=None,
                         help="recompute activations in the backward (default: on GPUs)")
     parser.add_argument("--save_every", type=int, default=200, help="steps between saved training states")
@@ -1053,7 +1073,7 @@ def check_training_flags(args):
 
 def main(args):
     process = join_processes(always=True)
-    episodes, failed = load_episodes(args.episodes)
+    episodes, failed = load_episodes(args.episodes, args.agent_prompt)
     groups = group_by_task(episodes)
     sight = Sight(args.model, args.privileged) if args.head == "value" and sees_pictures(args.model) else None
     tokenizer = sight.processor.tokenizer if sight else load_tokenizer(args.model)
@@ -1069,7 +1089,8 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse episode, expected at least"
                          " one; collect more episodes per task, or try --pairs all")
     output = Path(args.output)
-    claim_output(output / "run.json", args, args.episodes + records(args.model), process, TRAINING_COST_FLAGS)
+    claim_output(output / "run.json", args, [*args.episodes, args.agent_prompt, *records(args.model)], process,
+                 TRAINING_COST_FLAGS)
     if not is_complete(output, process):
         torch.manual_seed(args.seed)  # a value head starts from random weights, the same on every rank
         if sight:
@@ -1079,7 +1100,7 @@ def main(args):
             model.dropout.p = 0.0  # ranks would draw different masks than one process
         else:
             model = load_trainable(args.model, process)
-        shard(model, process, args.checkpointing)
+        shard(model, process, args.checkpointing, args.dtype)
         if args.head == "logratio":
             rows = [row for item in items + held_items for row in item.rows]
             score_rows(model, rows, process, args.micro_batch_size)

@@ -23,7 +23,6 @@ get no end-of-turn token; the share of the data is whole tasks after a shuffle; 
 import functools
 import math
 import random
-from collections import Counter
 from pathlib import Path
 
 import numpy
@@ -130,9 +129,9 @@ def sample_candidates(states, keys, args, process):
     mine = [n for n in range(len(states)) if n % process.world == process.rank and keys[n] not in store.rows]
     if mine:
         policy = load_speaker(args.sampler or args.model, "agent", args.sampler_model, args.temperature,
-                              args.max_new_tokens, args.sampling_batch_size, process.device)
+                              args.max_new_tokens, args.sampling_batch_size, process.device, args.dtype)
     chunk = max(1, 8 * args.sampling_batch_size // args.num_candidates)  # the speaker batches states of like length
-    for start in tqdm(range(0, len(mine), chunk), desc="sampling", disable=process.hide_bar):
+    for start in tqdm(range(0, len(mine), chunk), desc="sampling", **process.bar):
         numbers = mine[start:start + chunk]
         spoken = policy.speak([states[n][2] for n in numbers], args.num_candidates,
                               [derive_seed(args.seed, *keys[n]) for n in numbers])
@@ -157,17 +156,13 @@ def rank_candidates(episodes, args, process):
         states = few_per_task(states, args.states_per_task, args.seed)
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
-    twice = [key for key, times in Counter(keys).items() if times > 1]
-    if twice:
-        raise SystemExit(f"{' '.join(args.episodes)}: found task {twice[0][0]!r}, sample {twice[0][1]} in two of the files,"
-                         " expected it once; its turns would be one state with two dialogues")
     rows = sample_candidates(states, keys, args, process)
 
     store = ResumableJsonl(Path(args.output) / "candidates.jsonl", candidate_key, leader=process.leads)
     process.barrier()
     mine = [row for row in rows[process.rank::process.world] if candidate_key(row) not in store.rows]
-    critic = Critic(args.critic, process.device, args.reference) if mine else None
-    for row in tqdm(mine, unit="state", desc="scoring", disable=process.hide_bar):
+    critic = Critic(args.critic, process.device, args.reference, args.dtype) if mine else None
+    for row in tqdm(mine, unit="state", desc="scoring", **process.bar):
         scores = critic.score(tasks[row["task_id"]], row["messages"], row["candidates"], row["finished"])
         store.append(row | {"advantages": scores})
     process.finish(store, keys)
@@ -240,7 +235,7 @@ def dialogue_items(tokenizer, episodes, args, privileged="none"):
         report["turns_dropped"] += dropped if row else 0
         report["too_long"] += row is None
         if row:
-            items.append(Item([row], [episode["reward"]]))
+            items.append(Item([row], [episode["reward"]], [(0, 0)]))  # no pair, but it counts as one
     report["episodes"] = len(items)
     return items, report
 
@@ -264,7 +259,8 @@ def method_items(tokenizer, episodes, args, process):
         return dialogue_items(tokenizer, [episode for episode in episodes if succeeded(episode, args.success_reward)], args)
     items, report = dialogue_items(tokenizer, episodes, args)
     if args.privileged_episodes:
-        informed, more = dialogue_items(tokenizer, load_episodes(args.privileged_episodes)[0], args, "ground_truth")
+        informed, _ = load_episodes(args.privileged_episodes, args.agent_prompt)
+        informed, more = dialogue_items(tokenizer, informed, args, "ground_truth")
         items, report = items + informed, report | {"privileged_episodes": more["episodes"]}
     return items, report
 
@@ -388,12 +384,12 @@ def parse_args(argv=None):
 
 def main(args):
     process = join_processes(always=True)
-    episodes, failed = load_episodes(args.episodes)
+    episodes, failed = load_episodes(args.episodes, args.agent_prompt)
     scratch, tokenizer = toy_model(episodes, args.seed) if args.model == "toy" else (None, load_tokenizer(args.model))
     output = Path(args.output)
     if args.critic:
         critic_flags(args.critic)  # a wrong one shows here, and not after hours of sampling
-    inputs = [*args.episodes, *args.privileged_episodes, *filter(None, [args.candidates]), *records(args.model, args.critic)]
+    inputs = [*args.episodes, *args.privileged_episodes, args.candidates, args.agent_prompt, *records(args.model, args.critic)]
     claim_output(output / "run.json", args, inputs, process, TRAINING_COST_FLAGS)
     if is_complete(output, process):
         return
@@ -405,7 +401,7 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found nothing for --method {args.method} to learn from; expected"
                          " mixed outcomes (mtdpo), successes (rft) or states with candidates of different worth (sweet)")
     model = load_trainable(args.model, process) if scratch is None else scratch
-    shard(model, process, args.checkpointing)
+    shard(model, process, args.checkpointing, args.dtype)
     if args.method in ("sft", "rft"):
         mean_length = sum(turn >= 0 for item in items for turn in item.rows[0].turn_index) / len(items)
         objective = functools.partial(supervised_objective, mean_length=mean_length)

@@ -99,7 +99,7 @@ def test_the_first_row_of_an_item_is_the_chosen_one():
     sums, _ = train_critic.turn_scores(model, rows, "cpu")
     rows[0].reference, rows[1].reference = (sums[0] - 1).tolist(), (sums[1] + 1).tolist()
     args = types.SimpleNamespace(head="logratio", micro_batch_size=1, normalise="none", beta=1.0, nll=0.0)
-    metrics = train_critic.critic_objective(model, [train_critic.Item(rows, [1.0, 0.0])], args, "cpu")
+    metrics = train_critic.critic_objective(model, [train_critic.Item(rows, [1.0, 0.0], [(0, 1)])], args, "cpu")
     assert metrics["train/margin"].item() == pytest.approx(4) and metrics["train/accuracy"].item() == 1
     assert metrics["train/loss"].item() == pytest.approx(math.log1p(math.exp(-4)))
 
@@ -329,6 +329,7 @@ def test_two_ranks_train_tied_embeddings_as_one_does(trained, tiny, tmp_path):
 @pytest.mark.parametrize("change, differs", [
     (("--privileged", "none"), True), (("--normalise", "trajectory"), True), (("--normalise", "none"), True),
     (("--nll", "0"), True), (("--pairs", "all"), False), (("--seed", "0"), False),
+    (("--dtype", "bfloat16"), True), (("--dtype", "float32"), False),
 ])
 def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change, differs):
     folder, _ = trained
@@ -433,7 +434,7 @@ def test_padding_goes_on_counting_so_that_transformers_sees_one_sequence_and_mak
 def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(monkeypatch, head, right):
     rows = [Row([0], [-1], 8), Row([0], [-1], 3)]  # eight turns, each a little better than the three of the other
     monkeypatch.setattr(train_critic, "share_scores", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
-    found = train_critic.holdout_metrics(None, [train_critic.Item(rows, [1.0, 0.0])],
+    found = train_critic.holdout_metrics(None, [train_critic.Item(rows, [1.0, 0.0], [(0, 1)])],
                                          types.SimpleNamespace(head=head, beta=1.0, micro_batch_size=1), None)
     assert found["holdout/accuracy"] == right and ("holdout/loss" in found) == (head == "logratio")
 

@@ -198,7 +198,7 @@ def test_an_input_that_is_not_there_is_named_and_nothing_is_made(tiny, tmp_path)
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     result = run_script("train_policy.py", "--method", "sweet", "--candidates", tmp_path / "none.jsonl", "--episodes", episodes,
                         "--model", tiny(), "--output", tmp_path / "policy", check=False)
-    assert result.returncode == 1 and f"{tmp_path / 'none.jsonl'}: no such file; expected a JSONL" in result.stderr
+    assert result.returncode == 1 and f"{tmp_path / 'none.jsonl'}: no such file; expected an input" in result.stderr
     assert not (tmp_path / "policy").exists()
 
 
@@ -350,6 +350,17 @@ def test_a_critic_that_was_trained_anew_is_another_input(tmp_path):
         with pytest.raises(SystemExit, match="differs in .*critic/run.json") if refused else contextlib.nullcontext():
             collect.claim_output(tmp_path / "policy/run.json", args, collect.records(args.model, args.critic),
                                  collect.Process(0, 1, "cpu"), ())
+
+
+def test_instructions_that_were_edited_do_not_go_on_with_episodes_of_the_old_ones(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Ask.")
+    args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted", "--agent_prompt",
+                               str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "episodes.jsonl")])
+    for text, refused in (("Ask.", False), ("Answer.", True)):
+        (tmp_path / "prompt.txt").write_text(text)
+        with pytest.raises(SystemExit, match="differs in .*prompt.txt") if refused else contextlib.nullcontext():
+            collect.claim_rollout(f"{args.output}.run.json", args, collect.Process(0, 1, "cpu"))
+        (tmp_path / "episodes.jsonl").touch()
 
 
 def test_a_wrong_critic_stops_before_anything_is_sampled(tiny, tmp_path):

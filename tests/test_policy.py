@@ -9,6 +9,7 @@ import torch
 from conftest import byte_tokenizer, run_script, tiny_model
 from test_critic import dialogue, episode, metrics, weights, write_episodes
 
+import colbench
 import train_critic
 import train_policy
 from colbench import read_jsonl
@@ -178,11 +179,30 @@ def test_only_turns_of_successes_are_states_where_these_are_asked_for(trained, t
     assert keys == [key for key in everything if key[1] == 1]  # of three samples of a task, the second is right
 
 
-def test_an_episode_in_two_files_is_refused_before_its_turns_are_states(trained, tiny, tmp_path):
-    command = sweet(trained, tiny(), tmp_path / "out")
-    command.insert(command.index("--model"), trained / "episodes.jsonl")
-    done = run_script("train_policy.py", *command, check=False)
-    assert done.returncode == 1 and "in two of the files" in done.stderr and "Traceback" not in done.stderr
+def test_samples_of_a_task_in_two_files_are_numbered_on_so_that_no_state_has_two_dialogues(trained, tmp_path):
+    once, _ = train_critic.load_episodes([trained / "episodes.jsonl"])
+    twice, _ = train_critic.load_episodes([trained / "episodes.jsonl"] * 2)
+    keys = [(episode["task"]["task_id"], episode["sample"]) for episode in twice]
+    assert len({*keys}) == len(keys) == 2 * len(once) and twice[:len(once)] == once
+    others = [json.dumps(episode | {"task": episode["task"] | {"task_id": "other"}}) for episode in once[:1]]
+    (tmp_path / "others.jsonl").write_text(others[0] + "\n")
+    apart, _ = train_critic.load_episodes([trained / "episodes.jsonl", tmp_path / "others.jsonl"])
+    assert apart[-1]["sample"] == once[0]["sample"]
+
+
+def test_episodes_that_tell_no_instructions_get_those_of_the_agent_prompt_flag(trained, tmp_path):
+    told, _ = train_critic.load_episodes([trained / "episodes.jsonl"])
+    (tmp_path / "prompt.txt").write_text("as published\n")
+    untold = [{name: value for name, value in episode.items() if name != "agent_prompt"} for episode in told[:1]]
+    (tmp_path / "official.jsonl").write_text(json.dumps(untold[0]) + "\n")
+    row = json.loads((tmp_path / "official.jsonl").read_text()) | {"sample": 9, "agent_prompt": "ours"}
+    with open(tmp_path / "official.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    for flag, expected in ((tmp_path / "prompt.txt", ["as published", "ours"]), (None, [None, "ours"])):
+        episodes, _ = train_critic.load_episodes([tmp_path / "official.jsonl"], flag)
+        assert [episode["agent_prompt"] for episode in episodes] == expected
+        _, _, messages = next(train_critic.states_of(episodes))
+        assert messages[0]["content"] == (expected[0] or colbench.AGENT_PROMPT["backend"])
 
 
 def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_path):
@@ -300,7 +320,7 @@ def test_no_baseline_reads_the_solution_unless_it_is_asked_to(tmp_path, method):
 def test_supervised_training_weighs_every_token_alike_however_long_its_dialogue():
     tokenizer = byte_tokenizer()
     model, sums, length = tiny_model(tokenizer), 0.0, 0
-    items = [train_policy.Item([train_critic.encode_row(tokenizer, messages, [True] * 3, 999)[0]], [1.0])
+    items = [train_policy.Item([train_critic.encode_row(tokenizer, messages, [True] * 3, 999)[0]], [1.0], [(0, 0)])
              for messages in (dialogue("task", "a"), dialogue("task", "what is it?", "this", "a much longer answer"))]
     args = parsed("sft")
     for item in items:
