@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The paper's Table 3 and best of N on the embedded world, from what runs/toy.sh left in OUT: SWEET-RL without
-# training-time information, without length normalisation, and with a value head.
+# training-time information, without length normalisation, and with a value head; and with and without information on the
+# paper's own pairs, whose advantages may differ by however little.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
@@ -16,6 +17,12 @@ ablation() { # NAME CRITIC_FLAGS...
 ablation sweet_no_privileged --privileged none
 ablation sweet_no_normalise --normalise none
 ablation sweet_value_head --head value --lr 3e-4 # the best of 5e-5, 3e-4 and 1e-3 on held-out tasks
+any_gap() { # NAME RANKED
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" --min_gap 0 --candidates "$OUT/$2/candidates.jsonl"
+  play "$1" "$OUT/$1/policy" "$OUT/test/$1"
+}
+any_gap sweet_any_gap sweet
+any_gap sweet_any_gap_no_privileged sweet_no_privileged/policy
 play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16
 python evaluate.py --episodes "$OUT"/test/sweet_*/sweet_*.jsonl --against "$OUT/test/sweet/sweet.jsonl" \
   --output "$OUT/test/ablations"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The paper's frontend setting: WebSight tasks, a Qwen2-VL-72B human behind a URL that sees both screenshots, CLIP reward.
 #   python colbench.py websight websight_rows.jsonl data/frontend_train.jsonl data/frontend_test.jsonl
-#   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8     (on another host: HUMAN_URL)
+#   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8     (on another host: HUMAN_URL; two pictures a request)
+# websight_rows.jsonl: the fields text and llm_generated_idea of the first 10,500 rows of HuggingFaceM4/WebSight, v0.2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 HUMAN_URL=${HUMAN_URL:-http://localhost:8000/v1}
@@ -9,6 +10,7 @@ MODEL=meta-llama/Llama-3.1-8B-Instruct
 HUMAN=Qwen/Qwen2-VL-72B-Instruct
 OUT=${OUT:-runs/out/frontend_8b}
 RUN="torchrun --nproc_per_node 8"
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
 # 1. episodes: 1,000 tasks six times; ten pages are some 10,000 tokens, so that 64 dialogues at a time would fill 80 GB
 $RUN collect.py --tasks data/frontend_train.jsonl --num_tasks 1000 --samples_per_task 6 --agent $MODEL \

@@ -13,18 +13,18 @@ python - "$ROOT" <<'END'
 import argparse, json, sys
 from pathlib import Path
 from evaluate import compare, lines_of, policy_table, read_episodes, score
-root = Path(sys.argv[1])
-names = "base single_turn rft mtdpo sweet sweet_no_privileged sweet_no_normalise sweet_value_head sweet_round2".split()
+root, names = Path(sys.argv[1]), """base single_turn rft mtdpo sweet sweet_no_privileged sweet_no_normalise sweet_value_head
+    sweet_round2 sweet_any_gap sweet_any_gap_no_privileged""".split()
 runs = {name: found for name in names if (found := { # name -> seed -> episodes
     path.relative_to(root).parts[0]: read_episodes(path) for path in root.glob(f"[0-9]*/**/{name}.jsonl")})}
 def scored(names, seeds):
     policies = {name: [runs[name][seed] for seed in sorted(seeds) if seed in runs[name]] for name in names}
     return score(policies, argparse.Namespace(seed=0, draws=2000, leak_threshold=0.5))
-results = scored(runs, runs["base"])[0]
-print("\n".join(lines_of(policy_table(results), markdown=True)))
+print("\n".join(lines_of(policy_table(results := scored(runs, runs["base"])[0]), markdown=True)))
 table = {name: entry["success_by_seed"] for name, entry in results["policies"].items()} | {"differences": {}}
 table["mean"] = {name: entry["numbers"]["success"] for name, entry in results["policies"].items()}
-for a, b in [("sweet", name) for name in runs if name != "sweet"] + [("rft", "base"), ("mtdpo", "base"), ("base", "single_turn")]:
+pairs = ("rft", "base"), ("mtdpo", "base"), ("base", "single_turn"), ("sweet_any_gap", "sweet_any_gap_no_privileged")
+for a, b in [("sweet", name) for name in runs if name != "sweet"] + [pair for pair in pairs if {*pair} <= {*runs}]:
     _, tables, draws = scored([a, b], runs[a].keys() & runs[b].keys()) # an ablation may have fewer seeds
     number = table["differences"][f"{a} - {b}"] = compare(tables[a], tables[b], "success", draws)["difference"]
     print(f"{a} - {b}: {100 * number['value']:+.1f} [{100 * number['low']:+.1f}, {100 * number['high']:+.1f}]")

@@ -56,6 +56,13 @@ def test_a_bad_task_line_is_named_with_file_line_and_what_was_expected(tmp_path,
         read_tasks(path)
 
 
+def test_an_official_row_that_comes_again_is_another_task_and_an_id_that_does_is_refused(tmp_path):
+    first, second = read_tasks(write(tmp_path / "t.jsonl", TASK, TASK))
+    assert first["task_id"] != second["task_id"] and first | {"task_id": ""} == second | {"task_id": ""}
+    with pytest.raises(SystemExit, match=r"t\.jsonl: line 2: found task_id 'a' again .*line 1.*remove one"):
+        read_tasks(write(tmp_path / "t.jsonl", TASK | {"task_id": "a"}, TASK | {"task_id": "a"}))
+
+
 def test_a_missing_or_empty_file_is_a_sentence(tmp_path):
     with pytest.raises(SystemExit, match="no such file"):
         read_tasks(str(tmp_path / "none.jsonl"))
