@@ -155,6 +155,18 @@ def test_the_texts_are_those_of_the_server_for_these_messages_and_seeds():
     assert server.keys == {None}
 
 
+def test_as_many_requests_are_in_flight_as_dialogues_are_played():
+    together = threading.Barrier(100)
+
+    def answer(body, seed):
+        together.wait(10)  # breaks unless so many are here at the same time
+        return echo(body, seed)
+
+    with running(answer) as server:
+        load_speaker(server.url, batch_size=100).speak([CONVERSATIONS[0]] * 100)
+    assert not together.broken
+
+
 def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
     with running(echo) as server:
         answer = server.answer
