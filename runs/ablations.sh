@@ -24,5 +24,6 @@ any_gap() { # NAME RANKED
 any_gap sweet_any_gap sweet
 any_gap sweet_any_gap_no_privileged sweet_no_privileged/policy
 play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16
+play base "$BASE" "$OUT/test/best_of_n_no_privileged" --critic "$OUT/sweet_no_privileged/critic" --best_of_n 8 16
 python evaluate.py --episodes "$OUT"/test/sweet_*/sweet_*.jsonl --against "$OUT/test/sweet/sweet.jsonl" \
   --output "$OUT/test/ablations"
