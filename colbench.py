@@ -194,23 +194,21 @@ def complete_episode(row, where="episode"):
     return episode
 
 
-def read_episodes(paths):
-    """All episodes of one file or several; (task_id, sample) twice in one file is an error."""
-    episodes = []
-    for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        seen, counts = set(), {}
-        for where, row in read_jsonl(path):
-            episode = complete_episode(row, where)
-            task_id = episode["task"]["task_id"]
-            if "sample" not in row:  # official rows are not numbered: k copies of the task list, one after the other
-                episode["sample"] = counts[task_id] = counts.get(task_id, -1) + 1
-            key = (task_id, episode["sample"])
-            if key in seen:
-                raise SystemExit(f"{where}: found task {key[0]!r}, sample {key[1]} a second time, expected it once")
-            seen.add(key)
-            episodes.append(episode)
-        if not seen:
-            raise SystemExit(f"{path}: found no episode, expected one a line; run collect.py first")
+def read_episodes(path):
+    """All episodes of a file; (task_id, sample) twice is an error."""
+    episodes, seen, counts = [], set(), {}
+    for where, row in read_jsonl(path):
+        episode = complete_episode(row, where)
+        task_id = episode["task"]["task_id"]
+        if "sample" not in row:  # official rows are not numbered: k copies of the task list, one after the other
+            episode["sample"] = counts[task_id] = counts.get(task_id, -1) + 1
+        key = (task_id, episode["sample"])
+        if key in seen:
+            raise SystemExit(f"{where}: found task {key[0]!r}, sample {key[1]} a second time, expected it once")
+        seen.add(key)
+        episodes.append(episode)
+    if not episodes:
+        raise SystemExit(f"{path}: found no episode, expected one a line; run collect.py first")
     return episodes
 
 

@@ -292,6 +292,11 @@ def turn_scores(model, rows, device, micro_batch_size=1, forward_fn=forward_turn
     return tuple(torch.cat([F.pad(part[side], (0, turns - part[side].shape[1])) for part in parts]) for side in (0, 1))
 
 
+def turns_in_order(table, rows):
+    """(R, S) -> (turns of all rows,): without the padding of rows that hold fewer turns than others."""
+    return torch.cat([turns[:row.turns] for row, turns in zip(rows, table, strict=True)])
+
+
 # -----------------------------------------------------------------------------
 # A critic that sees: the paper's frontend critic is a vision-language model with a regression head
 
@@ -842,11 +847,11 @@ def holdout_metrics(model, items, args, process):
     return metrics | {f"holdout/{name}": float(values[names == name].mean()) for name in sorted({*names})}
 
 
-def packed_rows(tokenizer, messages, texts, finished, max_length, look=None, apart=False):
+def packed_rows(tokenizer, messages, texts, finished, max_length, look=None):
     """Rows [prompt | a1 | a2 | ...] that hold the candidate `texts` of one state; None if the longest does not fit.
 
     A candidate is its text and, when finished, the end-of-turn token: cut ones keep none, so nobody learns to stop there.
-    A vision-language critic numbers positions its own way, so each candidate has a row of its own, as with `apart`.
+    A vision-language critic numbers positions its own way, so each candidate has a row of its own.
     """
     end = end_of_turn(tokenizer)[0]
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -857,7 +862,7 @@ def packed_rows(tokenizer, messages, texts, finished, max_length, look=None, apa
         return None
     rows = []
     for ids in turns:
-        if not rows or look or apart or len(rows[-1].ids) + len(ids) > max_length:
+        if not rows or look or len(rows[-1].ids) + len(ids) > max_length:
             rows.append(Row(list(row.ids), [-1] * len(row.ids), 0, prompt=len(row.ids), look=look))
         rows[-1].turn_index += [rows[-1].turns] * len(ids)
         rows[-1].ids += ids
@@ -927,19 +932,14 @@ class Critic:
         row, dropped = dialogue_row(self.tokenizer, episode, self.privileged, self.max_length, self.sight)
         return [None] * dropped + self._advantages([row], [row]) if row else [None] * (len(episode["dialogue_history"]) // 2)
 
-    def _turns(self, forward_fn, model, rows):
-        """Both tables of the rows' turns, one row after the other: (S of all,) each."""
-        read = [read_turns(forward_fn, model, [row], self.device) for row in rows]
-        return (torch.cat([tables[side][0] for tables in read]) for side in (0, 1))
-
     @torch.no_grad()
     def _advantages(self, rows, reference_rows):
         """The turns of `rows` in order, scored one row at a time; the reference may see them in other rows."""
         if self.head == "value":
-            values, _ = self._turns(forward_values, self.model, rows)
-            return values.tolist()
-        sums, counts = self._turns(forward_turns, self.model, rows)
-        references, _ = self._turns(forward_turns, self.reference_model, reference_rows)
+            values, _ = turn_scores(self.model, rows, self.device, forward_fn=forward_values)
+            return turns_in_order(values, rows).tolist()
+        sums, counts = (turns_in_order(table, rows) for table in turn_scores(self.model, rows, self.device))
+        references = turns_in_order(turn_scores(self.reference_model, reference_rows, self.device)[0], reference_rows)
         # one turn a row: what a candidate is worth has nothing to do with the tokens of its rivals
         return advantage(sums[:, None], references[:, None], counts[:, None], self.normalise)[:, 0].tolist()
 

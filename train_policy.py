@@ -66,6 +66,7 @@ from train_critic import (
     succeeded,
     train,
     turn_scores,
+    turns_in_order,
 )
 
 # -----------------------------------------------------------------------------
@@ -219,10 +220,12 @@ def candidate_items(tokenizer, rows, args):
         for wanted in pairs_by_item(pairs, args.share):
             used = sorted({place for pair in wanted for place in pair})
             texts, finished = ([row[name][place] for place in used] for name in ("candidates", "finished"))
-            packed = packed_rows(tokenizer, row["messages"], texts, finished, args.max_length, apart=args.share == "none")
+            packed = packed_rows(tokenizer, row["messages"], texts, finished, args.max_length)
             if packed is None:
                 skipped += len(wanted)
                 continue
+            if args.share == "none":
+                packed = [single for shared in packed for single in shared.apart()]
             items.append(Item(packed, [], [(used.index(a), used.index(b)) for a, b in wanted]))
     return items, {"states": len(rows), "pairs": sum(len(item.pairs) for item in items), "pairs_too_long": skipped}
 
@@ -273,9 +276,7 @@ def dpo_objective(model, items, args, device):
     """DPO on the items' pairs of turns; each item counts as the mean over its pairs. All metrics (items,)."""
     rows = [row for item in items for row in item.rows]
     sums, counts = turn_scores(model, rows, device, args.micro_batch_size)
-    # the turns of all rows in order, without the padding of rows that hold fewer turns than others
-    exists = torch.tensor([[turn < row.turns for turn in range(sums.shape[1])] for row in rows], device=device)
-    turns, reference, length = (table[exists] for table in (sums, reference_tensor(rows, sums), counts))  # (turns of all,)
+    turns, reference, length = (turns_in_order(table, rows) for table in (sums, reference_tensor(rows, sums), counts))
     pairs = batch_pairs(items, [sum(row.turns for row in item.rows) for item in items])
     chosen, rejected = torch.tensor(pairs, device=device).unbind(1)
     losses, better, worse = dpo_loss(turns[chosen], turns[rejected], reference[chosen], reference[rejected], args.beta)

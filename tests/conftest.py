@@ -51,14 +51,13 @@ def tiny_model(tokenizer, family="llama", tied=False, seed=0):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, windowed = {"gemma3": "gemma3_text"}.get(family, family), family in ("mistral", "gemma3")
     torch.manual_seed(seed)
     # a large init makes the random model's next-token distributions sharp, so that a wrong mask shows
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        kind, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        family, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, tie_word_embeddings=tied, initializer_range=0.3,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
-        **{"sliding_window": 16} if windowed else {}))
+        sliding_window=16 if family in ("mistral", "gemma3_text") else None))
 
 
 def pytest_addoption(parser):

@@ -115,7 +115,7 @@ def test_the_value_head_learns_the_outcome_at_every_existing_turn():
 # Rows
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
 def test_padded_rows_score_as_rows_alone(family):
     tokenizer = byte_tokenizer()
     rows = rows_of(tokenizer, *DIALOGUES, dialogue("c", "two words", "more", "three"))

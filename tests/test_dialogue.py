@@ -208,7 +208,7 @@ CONVERSATIONS = [[{"role": "system", "content": "s"}, {"role": "user", "content"
 
 @pytest.mark.parametrize("template, family", [("llama3", "llama"), ("qwen2.5", "qwen2"), ("qwen3", "qwen3"),
                                               ("no_system", "llama"), (UNNESTED, "llama"), ("llama3", "mistral"),
-                                              ("llama3", "gemma3")])
+                                              ("llama3", "gemma3_text")])
 def test_greedy_texts_are_the_same_batched_and_alone(template, family):
     greedy = speaker(template, family, temperature=0)
     alone = [greedy.speak([conversation])[0] for conversation in CONVERSATIONS]
@@ -246,7 +246,7 @@ def test_each_token_of_a_sample_is_drawn_with_a_number_of_its_own():
         assert said[sample].text == sampler.tokenizer.decode(longer[0, start:], skip_special_tokens=True).strip()
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3"))
+@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text"))
 def test_samples_that_look_at_one_prompt_together_say_what_samples_with_copies_of_it_say(family, monkeypatch):
     """Samples of prompts of unequal length end at different times, so rows and whole prompts leave the batch."""
     sampler = speaker(family=family, max_new_tokens=40)

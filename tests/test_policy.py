@@ -87,7 +87,7 @@ def gradients(model, rows):
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False),
-                                          ("mistral", False), ("gemma3", False)])
+                                          ("mistral", False), ("gemma3_text", False)])
 def test_a_packed_row_has_the_logprobs_and_gradients_of_separate_rows(family, tied):
     tokenizer = byte_tokenizer()
     model = tiny_model(tokenizer, family, tied).double()
@@ -349,7 +349,7 @@ def test_the_toy_model_speaks_and_round_trips_its_texts(toy_episodes, tmp_path):
     from colbench import load_tokenizer, read_episodes
 
     tokenizer = load_tokenizer(str(tmp_path / "toy"))
-    for row in read_episodes([toy_episodes]):
+    for row in read_episodes(toy_episodes):
         for message in row["dialogue_history"]:
             ids = tokenizer.encode(message["content"], add_special_tokens=False)
             assert tokenizer.decode(ids) == message["content"]
