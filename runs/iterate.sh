@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# ROUNDS rounds of SWEET-RL on the embedded world: each collects with the last policy and trains on from it, with it as
-# model and reference. The critic starts from the base each time and learns from the episodes of all rounds, since a good
-# policy fails too seldom to teach one, and no longer reads a reference as well as the base. Then the table.
+# ROUNDS rounds of SWEET-RL on the embedded world. Each collects with the last policy and trains on
+# from it, with it as model and reference. The critic starts from the base each time and learns from
+# the episodes of all rounds: a good policy fails too seldom to teach one, and no longer reads a
+# solution as well as the base. Then the table.
+# To resume after a first round: FIRST=2 MODEL=DIR EARLIER=FILE (its policy and its episodes).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
-ROUNDS=${ROUNDS:-2} OUT=${OUT:-runs/out/iterate$SUFFIX}
-FIRST=${FIRST:-1} MODEL=${MODEL:-$BASE} # FIRST=2 MODEL=DIR EARLIER=FILE: go on from what was trained, and on what, already
-EPISODES=(${EARLIER:+"$EARLIER"}) PLAYED=()
+ROUNDS=${ROUNDS:-2}
+OUT=${OUT:-runs/out/iterate$SUFFIX}
+FIRST=${FIRST:-1}
+MODEL=${MODEL:-$BASE}
+EPISODES=(${EARLIER:+"$EARLIER"})
+PLAYED=()
 
 for round in $(seq "$FIRST" "$ROUNDS"); do
   DIR=$OUT/round$round
   collect "$MODEL" "$((SEED + 1000 * (round - 1)))" "$DIR/episodes.jsonl"
   EPISODES+=("$DIR/episodes.jsonl")
-  critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}"
-  policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" --critic "$DIR/critic"
+  critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}" "${CRITIC_LOSS[@]}"
+  policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" "${SAMPLING[@]}" "${GAP[@]}" \
+    --critic "$DIR/critic"
   MODEL=$DIR/policy
   play "sweet_round$round" "$MODEL" "$OUT/test"
   PLAYED+=("$OUT/test/sweet_round$round.jsonl")

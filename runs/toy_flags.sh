@@ -1,29 +1,46 @@
-# Flags of the embedded world's recipes, which source this file; README says how the values were chosen.
-export OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000 # fresh pages cost time
-DOMAIN=${DOMAIN:-backend} SEED=${SEED:-0}
+# Flags of the embedded world's recipes, which source this file. README says how they were chosen.
+export OMP_NUM_THREADS=1
+# fresh pages cost time: keep what is freed
+export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
+
+DOMAIN=${DOMAIN:-backend}
+SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
-  SUFFIX= BASE=toy/base TASKS=${TASKS:-700} SAMPLES=6 TEST=${TEST:-500} TOKENS=64
+  SUFFIX=
+  BASE=toy/base
+  TASKS=${TASKS:-700}
+  SAMPLES=6
+  TEST=${TEST:-500}
+  TOKENS=64 # of one agent message
   PAIRS=(--pairs success_vs_failure --share state --micro_batch_size 2)
-  CREDIT=(--batch_size 4 --beta 30 --nll 0.02 --lr 5e-5)
-  STATES=(--states successes --states_per_task 8 --min_gap 1)
-  WHOLE=(--batch_size 8 --lr 5e-4)
+  CRITIC=("${PAIRS[@]}" --batch_size 4 --lr 5e-5 --epochs 2)
+  CRITIC_LOSS=(--beta 30 --nll 0.02)
+  STATES=(--states successes --states_per_task 8)
+  GAP=(--min_gap 1)
+  MTDPO=(--method mtdpo "${PAIRS[@]}" --batch_size 8 --lr 5e-4 --nll 3 --epochs 2)
 else
-  SUFFIX=_frontend BASE=toy/base_frontend TASKS=${TASKS:-400} SAMPLES=4 TEST=${TEST:-150} TOKENS=200
+  SUFFIX=_frontend
+  BASE=toy/base_frontend
+  TASKS=${TASKS:-400}
+  SAMPLES=4
+  TEST=${TEST:-150}
+  TOKENS=200
   PAIRS=(--pairs all --margin 0.1 --batch_size 32 --micro_batch_size 16)
-  CREDIT=(--beta 3 --nll 0.5 --lr 2e-4)
+  CRITIC=("${PAIRS[@]}" --lr 2e-4 --epochs 2)
+  CRITIC_LOSS=(--beta 3 --nll 0.5)
   STATES=(--states_per_task 2)
-  WHOLE=(--lr 3e-4)
+  GAP=()
+  MTDPO=(--method mtdpo "${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
 fi
 BATCH=(--batch_size 32 --micro_batch_size 16)
-CRITIC=("${PAIRS[@]}" "${CREDIT[@]}" --epochs 2)
-SWEET=("${BATCH[@]}" "${STATES[@]}" --method sweet --data_fraction 1 --share state --max_new_tokens "$TOKENS"
-       --sampling_batch_size 256 --lr 3e-4 --beta 0.3 --nll 3 --epochs 2)
-MTDPO=("${PAIRS[@]}" "${WHOLE[@]}" --method mtdpo --nll 3 --epochs 2)
-RFT=("${BATCH[@]}" --method rft --lr 1e-3 --epochs 6)
+SAMPLING=("${STATES[@]}" --data_fraction 1 --max_new_tokens "$TOKENS" --sampling_batch_size 256)
+SWEET=(--method sweet "${BATCH[@]}" --share state --lr 3e-4 --beta 0.3 --nll 3 --epochs 2)
+RFT=(--method rft "${BATCH[@]}" --lr 1e-3 --epochs 6)
 
 collect() { # MODEL SEED EPISODES
-  python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py --tasks "toy:$DOMAIN:train" --agent "$1" \
-    --num_tasks "$TASKS" --samples_per_task "$SAMPLES" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$2" --output "$3"
+  python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py \
+    --tasks "toy:$DOMAIN:train" --num_tasks "$TASKS" --samples_per_task "$SAMPLES" \
+    --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$2" --output "$3"
 }
 critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
   python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" "${@:3}"
@@ -32,6 +49,6 @@ policy() { # EPISODES MODEL OUTPUT FLAGS...
   python train_policy.py --episodes "$1" --model "$2" --output "$3" --seed "$SEED" "${@:4}"
 }
 play() { # NAME AGENT OUTPUT FLAGS...
-  python evaluate.py --tasks "toy:$DOMAIN:test" --num_tasks "$TEST" --name "$1" --agent "$2" --output "$3" \
-    --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED" "${@:4}" | tail -1
+  python evaluate.py --tasks "toy:$DOMAIN:test" --num_tasks "$TEST" --name "$1" --agent "$2" \
+    --output "$3" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED" "${@:4}" | tail -1
 }

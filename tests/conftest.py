@@ -1,5 +1,9 @@
-"""Tiny random models with real chat templates, made in memory; nothing is downloaded."""
+"""What several tests need: tiny random models with real chat templates, episodes, and scripts.
 
+Everything is made here; nothing is downloaded.
+"""
+
+import json
 import os
 import subprocess
 import sys
@@ -13,62 +17,99 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Each in our own words, with the structure of the family: what surrounds a message, how a turn ends, the system role
+# -----------------------------------------------------------------------------
+# Command line of pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part", default="1/1",
+        help="K/N: every N-th test file from the K-th on, to run N commands side by side")
+
+
+def pytest_collection_modifyitems(config, items):
+    first, parts = map(int, config.getoption("part").split("/"))
+    files = sorted({item.path for item in items})
+    chosen = set(files[first - 1::parts])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+    items[:] = [item for item in items if item.path in chosen]
+
+
+# -----------------------------------------------------------------------------
+# Tokenizers and models
+
+# In our own words, with the structure of each family: what surrounds a message, how a turn ends,
+# and what becomes of the system role
 TEMPLATES = {
-    "llama3": "{{ '<bos>' }}{% for m in messages %}{{ '<start>' + m['role'] + '<stop>\n\n' }}{{ m['content'] | trim }}"
-    "{{ '<end>' }}{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant<stop>\n\n' }}{% endif %}",
-    "qwen2.5": "{% if messages[0]['role'] != 'system' %}{{ '<start>system\nYou help.<end>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
+    "llama3": "{{ '<bos>' }}{% for m in messages %}"
+    "{{ '<start>' + m['role'] + '<stop>\n\n' }}{{ m['content'] | trim }}{{ '<end>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant<stop>\n\n' }}{% endif %}",
+    "qwen2.5": "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<start>system\nYou help.<end>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}",
-    # the last agent turn gets an empty thought, earlier ones lose it
-    "qwen3": "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m['content'] + '<end>\n' }}{% endfor %}"
+    # the last agent turn gets an empty thought, earlier ones lose theirs
+    "qwen3": "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}",
-    "no_system": "{{ '<bos>' }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
-    "{% endif %}{{ '<start>' + m['role'] + '\n' + m['content'] | trim + '<end>\n' }}{% endfor %}"
+    "no_system": "{{ '<bos>' }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ '<start>' + m['role'] + '\n' + m['content'] | trim + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}",
 }
-# the numbers of turns so far stand in front, so earlier text changes when the dialogue goes on
-UNNESTED = "{{ messages | length }}{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}" \
-    "{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+# It begins with the count of messages so far, so each message changes all text before it
+UNNESTED = (
+    "{{ messages | length }}{% for m in messages %}"
+    "{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+)
 
 
 def byte_tokenizer(template="llama3"):
+    """One token for each byte; `template` is a name in TEMPLATES or a template itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    vocabulary = {symbol: token for token, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     fast.add_special_tokens({"additional_special_tokens": ["<bos>", "<start>", "<stop>"]})
     fast.chat_template = TEMPLATES.get(template, template)
     return fast
 
 
 def tiny_model(tokenizer, family="llama", tied=False, seed=0):
+    """A random model of two layers."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    # a large init makes the random model's next-token distributions sharp, so that a wrong mask shows
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=4096, tie_word_embeddings=tied, initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
-        sliding_window=16 if family in ("mistral", "gemma3_text") else None))
-
-
-def pytest_addoption(parser):
-    parser.addoption("--part", default="1/1", help="K/N: every N-th test file from the K-th on, for N commands at a time")
-
-
-def pytest_collection_modifyitems(config, items):
-    first, parts = map(int, config.getoption("part").split("/"))
-    files = set(sorted({item.path for item in items})[first - 1::parts])
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
-    items[:] = [item for item in items if item.path in files]
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        # large, so that next-token distributions are sharp and a wrong mask shows
+        initializer_range=0.3,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        sliding_window=16 if family in ("mistral", "gemma3_text") else None,
+    )
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture(scope="session")
@@ -88,13 +129,47 @@ def tiny(tmp_path_factory):
     return make
 
 
+# -----------------------------------------------------------------------------
+# Dialogues and episodes
+
+
+def dialogue(*texts):
+    """Messages of these texts; the user speaks first."""
+    roles = ("user", "assistant")
+    return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: x"), error=None):
+    """A complete episode of a backend task."""
+    from colbench import complete_episode
+
+    task = {"task_id": task_id, "problem_description": "t", "ground_truth": "def f(): pass",
+            "test_cases": {"a": "f()"}}
+    return complete_episode({
+        "task": task, "sample": sample, "dialogue_history": dialogue(*texts), "answer": "x",
+        "reward": reward, "error": error, "agent_prompt": ""})
+
+
+def write_episodes(path, tasks=6, samples=3, more=0):
+    """A file of episodes; each task has `more` samples more than the one before it."""
+    with open(path, "w") as file:
+        for index in range(tasks):
+            for sample in range(samples + more * index):
+                texts = ("t" * (index + 1), "what " * (sample + 1), "r",
+                         f"I WANT TO ANSWER: {index} {sample}")
+                row = episode(f"task{index}", float(sample == 1), sample, texts)
+                file.write(json.dumps(row) + "\n")
+    return path
+
+
 @pytest.fixture(scope="session")
 def toy_episodes(tmp_path_factory):
-    """A few dozen episodes of the toy's noisy demonstrator, judged for real."""
+    """Some dozens of episodes of the toy's noisy demonstrator, graded by the real judge."""
     path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
     (path.parent / "prompt.txt").write_text("Ask, then answer.")
-    run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 12, "--samples_per_task", 6, "--agent",
-               "scripted", "--agent_prompt", path.parent / "prompt.txt", "--output", path)
+    run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 12,
+               "--samples_per_task", 6, "--agent", "scripted",
+               "--agent_prompt", path.parent / "prompt.txt", "--output", path)
     return path
 
 
@@ -107,12 +182,32 @@ def real_data():
     return folder
 
 
+# -----------------------------------------------------------------------------
+# Scripts, and what they leave
+
+
 def run_script(script, *arguments, processes=1, check=True, env=None, timeout=300):
     """Run a script as a user does, alone or under torchrun."""
-    command = [sys.executable] if processes == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    done = subprocess.run(command + [str(ROOT / script), *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
-                          timeout=timeout, env=os.environ | (env or {}))
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone",
+                    "--nproc_per_node", str(processes)]
+    command += [str(ROOT / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout,
+                          env=os.environ | (env or {}))
     if check:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def weights(folder):
+    """The tensors of a checkpoint directory by name."""
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/model.safetensors")
+
+
+def metrics(folder):
+    """The lines of a training run's metrics.jsonl."""
+    with open(f"{folder}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file]

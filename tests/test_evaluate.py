@@ -1,4 +1,4 @@
-"""Statistics, comparisons and tables of evaluate.py: python -m pytest tests/test_evaluate.py"""
+"""Statistics, tables, best of N and flags of evaluate.py: pytest tests/test_evaluate.py"""
 
 import itertools
 import json
@@ -8,38 +8,58 @@ import numpy
 import pytest
 
 import evaluate
+from speakers.interface import SpeakerError, Utterance
 
 
 def draws(runs, tasks, count=2000):
     generator = numpy.random.default_rng(0)
-    return evaluate.draw_counts(generator, runs, count), evaluate.draw_counts(generator, tasks, count)
+    run_draws = evaluate.draw_counts(generator, runs, count)
+    return run_draws, evaluate.draw_counts(generator, tasks, count)
 
 
 def episode(task, sample=0, reward=1.0, domain="backend", **more):
-    tests = {"test_cases": {"test1": "f()"}} if domain == "backend" else {}
-    return {"task": {"task_id": f"t{task}", "domain": domain, "problem_description": "p", "ground_truth": "r"} | tests,
-            "sample": sample, "reward": reward, "success": reward == 1 if domain == "backend" else None, "turns": 1,
-            "leak": 0.0, "answer": "a", "error": None, "reasons": {},
-            "dialogue_history": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "one two"}]} | more
+    row = {
+        "task": {
+            "task_id": f"t{task}", "domain": domain, "problem_description": "p", "ground_truth": "r"
+        },
+        "sample": sample, "reward": reward, "success": None, "turns": 1, "leak": 0.0,
+        "answer": "a", "error": None, "reasons": {},
+        "dialogue_history": [
+            {"role": "user", "content": "p"}, {"role": "assistant", "content": "one two"}
+        ],
+    }
+    if domain == "backend":
+        row["task"]["test_cases"] = {"test1": "f()"}
+        row["success"] = reward == 1
+    return row | more
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def evaluated(folder, *flags, **policies):
     """results.json of a run of evaluate.py on policies, name -> rows."""
-    files = []
-    for name, rows in policies.items():
-        files.append(str(folder / f"{name}.jsonl"))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [write_rows(folder / f"{name}.jsonl", rows) for name, rows in policies.items()]
     given = ["--episodes", *files] if files else []
     evaluate.main(evaluate.parse_args([*given, "--output", str(folder), *flags]))
     return json.loads((folder / "results.json").read_text())
+
+
+def numbers_of(folder, *flags, rows):
+    """The numbers of one policy with these rows."""
+    return evaluated(folder, *flags, p=rows)["policies"]["p"]["numbers"]
 
 
 def test_interval_covers_the_true_mean_about_95_times_in_100():
     generator, covered = numpy.random.default_rng(1), 0
     run_draws, task_draws = draws(1, 100, count=1000)
     for _ in range(300):
-        number = evaluate.interval((generator.random((1, 100)) < 0.4).astype(float), run_draws, task_draws)
-        covered += number["low"] <= 0.4 <= number["high"]
+        values = (generator.random((1, 100)) < 0.4).astype(float)
+        number = evaluate.interval(values, run_draws, task_draws)
+        if number["low"] <= 0.4 <= number["high"]:
+            covered += 1
     assert 0.91 <= covered / 300 <= 0.985
 
 
@@ -48,19 +68,27 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
     run_draws, task_draws = draws(2, 4)
     means = []
     for run_counts, task_counts in zip(run_draws, task_draws, strict=True):
-        cells = [(values[r, t], run_counts[r] * task_counts[t]) for r, t in itertools.product(range(2), range(4))
-                 if not math.isnan(values[r, t])]
-        if sum(weight for _, weight in cells):
-            means.append(sum(v * weight for v, weight in cells) / sum(weight for _, weight in cells))
+        total, weights = 0.0, 0.0
+        for r, t in itertools.product(range(2), range(4)):
+            if not math.isnan(values[r, t]):
+                weight = run_counts[r] * task_counts[t]
+                total += values[r, t] * weight
+                weights += weight
+        if weights:
+            means.append(total / weights)
     number = evaluate.interval(values, run_draws, task_draws)
     assert number["value"] == pytest.approx(3.5 / 6)
-    assert [number["low"], number["high"]] == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
+    found = [number["low"], number["high"]]
+    assert found == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
 
 
 def test_seeds_that_disagree_widen_the_interval():
-    agreeing, disagreeing = numpy.full((2, 50), 0.5), numpy.array([[0.0] * 50, [1.0] * 50])
-    narrow, wide = (evaluate.interval(values, *draws(2, 50)) for values in (agreeing, disagreeing))
-    assert narrow["low"] == narrow["high"] == 0.5 and (wide["low"], wide["high"]) == (0.0, 1.0)
+    agreeing = numpy.full((2, 50), 0.5)
+    disagreeing = numpy.array([[0.0] * 50, [1.0] * 50])
+    narrow = evaluate.interval(agreeing, *draws(2, 50))
+    wide = evaluate.interval(disagreeing, *draws(2, 50))
+    assert narrow["low"] == narrow["high"] == 0.5
+    assert (wide["low"], wide["high"]) == (0.0, 1.0)
 
 
 def test_interval_of_nothing_is_nothing():
@@ -74,63 +102,74 @@ def test_sign_test_is_the_exact_binomial(wins, losses, p):
 
 
 def test_sign_test_stays_exact_for_thousands_of_tasks():
-    assert 0 < evaluate.sign_test(6000, 4000) < 1e-80 and evaluate.sign_test(2000, 2000) == 1.0
+    assert 0 < evaluate.sign_test(6000, 4000) < 1e-80
+    assert evaluate.sign_test(2000, 2000) == 1.0
 
 
 def test_pass_power_is_the_share_of_subsets_that_all_succeed():
     outcomes = [1.0, 0.0, 1.0, 1.0, 0.0]
     for k in range(1, 6):
         subsets = list(itertools.combinations(outcomes, k))
-        assert evaluate.pass_power(outcomes, k) == pytest.approx(sum(map(all, subsets)) / len(subsets))
+        share = sum(all(subset) for subset in subsets) / len(subsets)
+        assert evaluate.pass_power(outcomes, k) == pytest.approx(share)
     assert math.isnan(evaluate.pass_power(outcomes, 6))
 
 
-def test_repeats_of_a_task_are_averaged_before_tasks(tmp_path):
+def test_samples_of_a_task_are_averaged_before_tasks(tmp_path):
     rows = [episode(0, sample, reward=1.0) for sample in range(9)] + [episode(1, reward=0.0)]
-    assert evaluated(tmp_path, p=rows)["policies"]["p"]["numbers"]["success"]["value"] == 0.5
+    assert numbers_of(tmp_path, rows=rows)["success"]["value"] == 0.5
 
 
 def test_errors_count_as_errors_and_nowhere_else(tmp_path):
-    rows = [episode(0), episode(1, reward=None, success=None, error="server gone", turns=99)]
-    numbers = evaluated(tmp_path, p=rows)["policies"]["p"]["numbers"]
-    assert [numbers[key]["value"] for key in ("errors", "success", "reward", "turns")] == [0.5, 1.0, 1.0, 1.0]
+    failed = episode(1, reward=None, success=None, error="server gone", turns=99)
+    numbers = numbers_of(tmp_path, rows=[episode(0), failed])
+    values = [numbers[key]["value"] for key in ("errors", "success", "reward", "turns")]
+    assert values == [0.5, 1.0, 1.0, 1.0]
 
 
-def test_success_without_leaks_leaves_leaking_episodes_out(tmp_path):
+def test_success_without_leaks_omits_leaking_episodes(tmp_path):
     rows = [episode(0, leak=0.5), episode(1, reward=0.5, leak=0.4)]
-    numbers = evaluated(tmp_path, p=rows)["policies"]["p"]["numbers"]
-    assert [numbers[key]["value"] for key in ("success", "leaking", "clean_success")] == [0.5, 0.5, 0.0]
-    numbers = evaluated(tmp_path, "--leak_threshold", "0.3", p=rows)["policies"]["p"]["numbers"]
-    assert numbers["leaking"]["value"] == 1.0 and numbers["clean_success"] is None
+    numbers = numbers_of(tmp_path, rows=rows)
+    values = [numbers[key]["value"] for key in ("success", "leaking", "clean_success")]
+    assert values == [0.5, 0.5, 0.0]
+    numbers = numbers_of(tmp_path, "--leak_threshold", "0.3", rows=rows)
+    assert numbers["leaking"]["value"] == 1.0
+    assert numbers["clean_success"] is None
 
 
 def test_tokens_are_used_only_if_every_episode_has_them(tmp_path):
     both = evaluated(tmp_path, p=[episode(0, agent_tokens=7), episode(1, agent_tokens=9)])
     mixed = evaluated(tmp_path, p=[episode(0, agent_tokens=7), episode(1)])
-    assert (both["in_tokens"], both["policies"]["p"]["numbers"]["tokens"]["value"]) == (True, 8)
-    assert (mixed["in_tokens"], mixed["policies"]["p"]["numbers"]["tokens"]["value"]) == (False, 2)
+    assert both["in_tokens"] is True
+    assert both["policies"]["p"]["numbers"]["tokens"]["value"] == 8
+    assert mixed["in_tokens"] is False
+    assert mixed["policies"]["p"]["numbers"]["tokens"]["value"] == 2
 
 
 def test_paired_difference_is_far_narrower_than_the_unpaired_one(tmp_path):
-    generator = numpy.random.default_rng(2)
-    easy = generator.random(60)
+    easy = numpy.random.default_rng(2).random(60)
     left = [episode(task, reward=float(value)) for task, value in enumerate(easy)]
     right = [episode(task, reward=float(value) * 0.9) for task, value in enumerate(easy)]
-    (tmp_path / "base.jsonl").write_text("".join(json.dumps(row) + "\n" for row in right))
-    results = evaluated(tmp_path, "--against", str(tmp_path / "base.jsonl"), p=left)
+    base = write_rows(tmp_path / "base.jsonl", right)
+    results = evaluated(tmp_path, "--against", base, p=left)
     pair = next(pair for pair in results["pairs"] if pair["metric"] == "reward")
     alone = results["policies"]["p"]["numbers"]["reward"]
-    assert pair["difference"]["value"] == pytest.approx(easy.mean() / 10)
-    assert 0 < pair["difference"]["low"] < pair["difference"]["value"] < pair["difference"]["high"]
-    assert pair["difference"]["high"] - pair["difference"]["low"] < 0.2 * (alone["high"] - alone["low"])
-    assert (pair["wins"], pair["losses"], pair["sign_test_p"]) == (60, 0, pytest.approx(2 / 2**60))
+    paired = pair["difference"]
+    assert paired["value"] == pytest.approx(easy.mean() / 10)
+    assert 0 < paired["low"] < paired["value"] < paired["high"]
+    assert paired["high"] - paired["low"] < 0.2 * (alone["high"] - alone["low"])
+    assert (pair["wins"], pair["losses"]) == (60, 0)
+    assert pair["sign_test_p"] == pytest.approx(2 / 2**60)
 
 
-def test_frontend_win_rate_counts_ties_half_and_leaves_success_out(tmp_path):
-    for name, cosines in (("ours", (0.9, 0.5, 0.7)), ("theirs", (0.8, 0.6, 0.7))):
-        rows = [episode(task, reward=cosine, domain="frontend") for task, cosine in enumerate(cosines)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    results = evaluated(tmp_path, "--episodes", f"{tmp_path}/ours.jsonl", "--against", f"{tmp_path}/theirs.jsonl")
+def test_frontend_win_rate_counts_ties_half_and_omits_success(tmp_path):
+    def write(name, cosines):
+        rows = [episode(task, reward=cosine, domain="frontend")
+                for task, cosine in enumerate(cosines)]
+        return write_rows(tmp_path / f"{name}.jsonl", rows)
+
+    ours, theirs = write("ours", (0.9, 0.5, 0.7)), write("theirs", (0.8, 0.6, 0.7))
+    results = evaluated(tmp_path, "--episodes", ours, "--against", theirs)
     (pair,) = results["pairs"]
     assert pair["metric"] == "reward" and pair["win_rate"]["value"] == 0.5
     assert results["policies"]["ours"]["numbers"]["success"] is None
@@ -149,10 +188,11 @@ def test_domains_never_mix(tmp_path):
 
 def test_same_name_twice_is_another_seed_and_a_clash_with_against_is_refused(tmp_path):
     for seed in (0, 1):
-        (tmp_path / f"s{seed}.jsonl").write_text(json.dumps(episode(0, reward=float(seed))) + "\n")
+        write_rows(tmp_path / f"s{seed}.jsonl", [episode(0, reward=float(seed))])
     flags = ["--episodes", f"p={tmp_path}/s0.jsonl", f"p={tmp_path}/s1.jsonl"]
     policy = evaluated(tmp_path, *flags)["policies"]["p"]
-    assert policy["seeds"] == 2 and policy["numbers"]["success"] == {"value": 0.5, "low": 0.0, "high": 1.0}
+    assert policy["seeds"] == 2
+    assert policy["numbers"]["success"] == {"value": 0.5, "low": 0.0, "high": 1.0}
     with pytest.raises(SystemExit, match="expected different names"):
         evaluated(tmp_path, *flags, "--against", f"p={tmp_path}/s0.jsonl")
 
@@ -160,50 +200,155 @@ def test_same_name_twice_is_another_seed_and_a_clash_with_against_is_refused(tmp
 def test_policy_is_named_by_prefix_stem_or_folder(tmp_path):
     assert evaluate.split_name("mine=a/b.jsonl") == ("mine", "a/b.jsonl")
     assert evaluate.split_name("a/b.jsonl") == ("b", "a/b.jsonl")
-    assert evaluate.split_name("runs/sweet/episodes.jsonl") == ("sweet", "runs/sweet/episodes.jsonl")
+    sweet = "runs/sweet/episodes.jsonl"
+    assert evaluate.split_name(sweet) == ("sweet", sweet)
     (tmp_path / "x=1.jsonl").touch()
     assert evaluate.split_name(f"{tmp_path}/x=1.jsonl") == ("x=1", f"{tmp_path}/x=1.jsonl")
 
 
 def test_official_rows_work_as_they_are(tmp_path):
-    task = {"problem_description": "p", "ground_truth": "def f(): return 1", "test_cases": {"t": "f()"}}
-    rows = [{"task": task, "answer": "a", "reward": reward,
-             "dialogue_history": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a b c"}]}
+    solution = "def f(): return 1"
+    task = {"problem_description": "p", "ground_truth": solution, "test_cases": {"t": "f()"}}
+    history = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a b c"}]
+    rows = [{"task": task, "answer": "a", "reward": reward, "dialogue_history": history}
             for reward in (1.0, 0.0, 1.0)]
-    numbers = evaluated(tmp_path, p=rows)["policies"]["p"]["numbers"]
-    assert numbers["success"]["value"] == pytest.approx(2 / 3) and numbers["pass^2"]["value"] == pytest.approx(1 / 3)
+    numbers = numbers_of(tmp_path, rows=rows)
+    assert numbers["success"]["value"] == pytest.approx(2 / 3)
+    assert numbers["pass^2"]["value"] == pytest.approx(1 / 3)
 
 
 def test_same_seed_gives_the_same_files_byte_for_byte(tmp_path):
     rows, report = [episode(task, reward=task / 9) for task in range(10)], tmp_path / "report.html"
+    files = [report, tmp_path / "results.json", tmp_path / "results.md"]
     written = []
     for _ in range(2):
         evaluated(tmp_path, "--report", str(report), p=rows)
-        written.append([path.read_bytes() for path in (report, tmp_path / "results.json", tmp_path / "results.md")])
+        written.append([path.read_bytes() for path in files])
     assert written[0] == written[1]
 
 
 def test_markdown_table_survives_a_pipe_in_a_name():
-    lines = evaluate.lines_of((["Policy", "a|b"], [[("Turns", ""), ("1.0", "[1.0, 1.0]")]]), markdown=True)
+    table = evaluate.Table("", ["Policy", "a|b"], [[("Turns", ""), ("1.0", "[1.0, 1.0]")]])
+    lines = evaluate.lines_of(table, markdown=True)
     assert lines == ["| Policy | a\\|b |", "| --- | --- |", "| Turns | 1.0 [1.0, 1.0] |"]
 
 
-def test_best_of_n_curve_comes_from_policies_that_name_their_candidates(tmp_path):
-    policies = {f"p{n}": [episode(0, best_of_n=n, scorer="critic")] for n in (4, 1, 2)}
-    results = evaluated(tmp_path, "--report", str(tmp_path / "report.html"), **policies)
-    assert [x for x, *_ in evaluate.best_of_n_curves(results, "success")["critic"]] == [0, 1, 2]
-    assert "Success % by number of candidates" in (tmp_path / "report.html").read_text()
-
-
 def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": i, "train/loss": math.nan if i == 5 else 1.0, "time/step": 1} for i in range(5000)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for step in range(5000):
+        loss = math.nan if step == 5 else 1.0
+        lines.append({"step": step, "train/loss": loss, "time/step": 1})
+    path = write_rows(tmp_path / "metrics.jsonl", lines)
     curves = evaluate.training_curves([f"run={path}"])
-    assert list(curves) == ["train/loss"] and len(curves["train/loss"]["run"]) <= 300
+    assert list(curves) == ["train/loss"]
+    assert len(curves["train/loss"]["run"]) <= 300
+    assert {value for _, value in curves["train/loss"]["run"]} == {1.0}
 
 
 def test_all_errors_still_give_a_table_and_a_report(tmp_path):
     rows = [episode(task, reward=None, success=None, error="gone") for task in range(3)]
-    numbers = evaluated(tmp_path, "--report", str(tmp_path / "r.html"), p=rows)["policies"]["p"]["numbers"]
+    numbers = numbers_of(tmp_path, "--report", str(tmp_path / "r.html"), rows=rows)
     assert numbers["errors"]["value"] == 1.0 and numbers["success"] is None
+
+
+# -----------------------------------------------------------------------------
+# Best of N
+
+
+class FixedSpeaker:
+    """Says "0", "1", ...; keeps what it was asked."""
+
+    count_tokens = None
+
+    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        self.asked = (n, seeds, tasks, keys)
+        return [[Utterance(str(index), True) for index in range(n)] for _ in conversations]
+
+
+class FixedScorer:
+    def __init__(self, scores):
+        self.scores = scores
+
+    def score(self, task, messages, texts, finished):
+        return self.scores
+
+
+@pytest.mark.parametrize("scores, chosen", [
+    ([0.1, 0.3, 0.2], "1"),
+    ([0.0, 0.0, 0.0], "0"),
+    (None, "0"),  # the state is too long for the critic
+])
+def test_best_of_n_takes_the_best_score_and_the_first_without_scores(scores, chosen):
+    speaker = FixedSpeaker()
+    best = evaluate.BestOfN(speaker, FixedScorer(scores), 3)
+    answers = best.speak([["m"]], seeds=[7], tasks=["task"], keys=["key"])
+    assert answers == [[Utterance(chosen, True)]]
+    assert speaker.asked == (3, [7], ["task"], ["key"])
+
+
+def test_best_of_n_passes_an_error_of_the_speaker_on():
+    class Failing(FixedSpeaker):
+        def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+            return [SpeakerError("server gone")]
+
+    best = evaluate.BestOfN(Failing(), FixedScorer(None), 3)
+    (answer,) = best.speak([["m"]], tasks=["task"])
+    assert isinstance(answer, SpeakerError)
+
+
+@pytest.mark.parametrize("answer, scores", [
+    ([Utterance("Candidate 2.", True)], [0.0, 1.0]),
+    ([Utterance("3", True)], [0.0, 0.0]),
+    ([Utterance("none", True)], [0.0, 0.0]),
+    (SpeakerError("server gone"), [0.0, 0.0]),
+])
+def test_a_grader_model_scores_the_candidate_that_it_names(monkeypatch, answer, scores):
+    class Grader:
+        def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+            assert "[1] yes\n[2] no" in conversations[0][0]["content"]
+            return [answer]
+
+    monkeypatch.setattr(evaluate, "load_speaker", lambda *arguments: Grader())
+    grader = evaluate.GraderModel("some/model", None)
+    messages = [{"role": "user", "content": "p"}]
+    assert grader.score("task", messages, ["yes", "no"], [True, True]) == scores
+
+
+# -----------------------------------------------------------------------------
+# Flags
+
+
+@pytest.mark.parametrize("flags, named", [
+    ("--episodes e --tasks toy:backend:test", "--tasks"),
+    ("--episodes e --agent a", "--agent"),
+    ("--episodes e --max_turns 3", "--max_turns"),
+    ("--episodes e --name n", "--name"),
+    ("--episodes e --samples_per_task 2", "--samples_per_task"),
+    ("--episodes e --best_of_n 4 --critic c", "--best_of_n"),
+    ("--episodes e --dtype float32", "--dtype"),
+    ("--episodes e --critic c", "--critic"),
+    ("--episodes e --critic grader:m --report r", "--critic"),
+    ("--episodes e --critic c --critic_model m --report r", "--critic_model"),
+    ("--episodes e --critic_model m", "--critic_model"),
+    ("--episodes e --metrics m", "--metrics"),
+    ("--tasks t --agent a --critic c", "--critic"),
+])
+def test_a_flag_that_would_be_ignored_is_refused(flags, named):
+    with pytest.raises(SystemExit, match=f"found {named} .*expected"):
+        evaluate.parse_args(f"{flags} --output o".split())
+
+
+@pytest.mark.parametrize("flags", [
+    "--episodes e --seed 3",
+    "--episodes e --critic c --dtype float32 --report r --metrics m",
+    "--tasks t --agent a --critic c --best_of_n 1 4",
+    "--tasks t --agent a --critic c --report r",
+    "--tasks t --agent a --critic grader:m --critic_model n --best_of_n 4",
+])
+def test_a_flag_that_is_used_is_accepted(flags):
+    evaluate.parse_args(f"{flags} --output o".split())
+
+
+def test_best_of_n_without_a_critic_is_refused():
+    with pytest.raises(SystemExit, match="expected a critic"):
+        evaluate.parse_args("--tasks t --agent a --best_of_n 4 --output o".split())

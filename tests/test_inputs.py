@@ -1,9 +1,8 @@
-"""Mutated files, flags, templates, checkpoints and full disks: a sentence or a right result, never a traceback.
+"""Mutated files, flags, templates, checkpoints and full disks: a sentence or a right result.
 
-Run: pytest tests/test_inputs.py
+None of them may end in a traceback. Run: pytest tests/test_inputs.py
 """
 
-import contextlib
 import copy
 import json
 import math
@@ -16,144 +15,217 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TEMPLATES, UNNESTED, byte_tokenizer, run_script
-from test_critic import dialogue, episode, write_episodes
+from conftest import (
+    TEMPLATES,
+    UNNESTED,
+    byte_tokenizer,
+    dialogue,
+    episode,
+    run_script,
+    write_episodes,
+)
 
 import collect
 import evaluate
 import train_critic
 import train_policy
-from colbench import encode_dialogue, encode_prompt, load_model, load_tokenizer, read_episodes, read_tasks, render
+from colbench import (
+    encode_dialogue,
+    encode_prompt,
+    group_by_task,
+    load_episodes,
+    read_episodes,
+    read_tasks,
+    render,
+)
+from speakers.local import load_model, load_tokenizer
+from train_critic import Reader
 
-JUNK = [None, True, False, 0, 1, -1, 3.5, 10**30, math.nan, math.inf, -math.inf, "", " ", "1", "no", "x" * 5000, "\ud800", "\0",
-        "<end>", [], [None], [[]], ["a", 1], {}, {"role": "user"}, {"a": {}}]
-CUTS = [b"", b"\xff\xfe", b"\0", b"{", b"}", b",", b"[1]", b"null", b'"text"', b"1e999", b"NaN", b"\xef\xbb\xbf", b"[" * 9000]
+TOKENIZER = byte_tokenizer()
+PROCESS = collect.Process(0, 1, "cpu")
+
+# -----------------------------------------------------------------------------
+# Mutations
+
+JUNK = [
+    None, True, False, 0, 1, -1, 3.5, 10**30, math.nan, math.inf, -math.inf,
+    "", " ", "1", "no", "x" * 5000, "\ud800", "\0", "<end>",
+    [], [None], [[]], ["a", 1], {}, {"role": "user"}, {"a": {}},
+]
+CUTS = [
+    b"", b"\xff\xfe", b"\0", b"{", b"}", b",", b"[1]", b"null", b'"text"', b"1e999", b"NaN",
+    b"\xef\xbb\xbf", b"[" * 9000,
+]
 
 
-def row_of(kind):
+def sound_row(kind):
     """A sound row of a file, with every field that the file can have."""
-    ranked = {"task_id": "t", "sample": 0, "turn": 1, "messages": dialogue("task", "what?", "this"),
-              "candidates": ["a", "b", "c"], "finished": [True, False, True], "advantages": [0.5, -0.25, 0.0]}
-    whole = episode("t", 1.0) | {"reasons": {"a": "passed"}, "agent": "x", "human": "y", "seed": 0, "agent_tokens": 7}
-    whole["dialogue_history"][1] |= {"output": "raw", "finished": True}
-    return {"task": whole["task"] | {"hidden_information": "h"}, "episode": whole, "candidates": ranked}[kind]
+    whole = episode("t", 1.0)
+    if kind == "task":
+        return whole["task"] | {"hidden_information": "h"}
+    if kind == "episode":
+        whole |= {"reasons": {"a": "passed"}, "agent": "x", "human": "y", "seed": 0,
+                  "agent_tokens": 7}
+        whole["dialogue_history"][1] |= {"output": "raw", "finished": True}
+        return whole
+    return {"task_id": "t", "sample": 0, "turn": 1,
+            "messages": dialogue("task", "what?", "this"), "candidates": ["a", "b", "c"],
+            "finished": [True, False, True], "advantages": [0.5, -0.25, 0.0]}
 
 
-def places(value, path=()):
-    """Every place inside a JSON value."""
+def paths_in(value, path=()):
+    """The path of every value inside a JSON value, its own first."""
     yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from places(value[key], (*path, key))
+    if isinstance(value, dict):
+        keys = list(value)
+    elif isinstance(value, list):
+        keys = range(len(value))
+    else:
+        keys = []
+    for key in keys:
+        yield from paths_in(value[key], (*path, key))
 
 
 def mutated(draw, row):
-    """The line of a row with one to three faults in it: a value replaced, removed, doubled or renamed, or bytes cut."""
+    """The line of a row with one to three faults.
+
+    A value is replaced, removed, doubled or renamed, or bytes of the line are cut.
+    """
     row = json.loads(json.dumps(row))
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        path = draw.choice(list(places(row))[1:] or [("task_id",)])
+        paths = list(paths_in(row))[1:]
+        if not paths:
+            paths = [("task_id",)]
+        path = draw.choice(paths)
         parent = row
         for key in path[:-1]:
             parent = parent[key]
+        key = path[-1]
         fault = draw.choice(("replace", "replace", "remove", "double", "rename"))
-        if fault == "replace" or isinstance(parent, list) and fault == "rename":
-            parent[path[-1]] = copy.deepcopy(draw.choice(JUNK))
+        if fault == "replace" or (fault == "rename" and isinstance(parent, list)):
+            parent[key] = copy.deepcopy(draw.choice(JUNK))
         elif fault == "remove":
-            del parent[path[-1]]
+            del parent[key]
         elif fault == "double" and isinstance(parent, list):
-            parent.append(copy.deepcopy(parent[path[-1]]))
+            parent.append(copy.deepcopy(parent[key]))
         elif isinstance(parent, dict):
-            parent[draw.choice(("role", "content", "reward", "extra"))] = copy.deepcopy(parent.get(path[-1]))
+            value = copy.deepcopy(parent.get(key))
+            parent[draw.choice(("role", "content", "reward", "extra"))] = value
     line = json.dumps(row).encode()
     if draw.random() < 0.15:
         start = draw.randrange(len(line))
-        line = line[:start] + draw.choice(CUTS) + line[start + draw.randrange(1 + len(line) - start):]
+        filler = draw.choice(CUTS)
+        length = draw.randrange(1 + len(line) - start)
+        line = line[:start] + filler + line[start + length:]
     return line.replace(b"\n", b" ")
 
 
 # -----------------------------------------------------------------------------
 # Task, episode and candidate files
 
-TOKENIZER = byte_tokenizer()
-
 
 def use_tasks(path):
     for task in read_tasks(path):
-        assert isinstance(task["task_id"], str) and task["problem_description"] is not None and task["ground_truth"].strip()
-        assert task["domain"] == "frontend" or all(isinstance(call, str) for call in task["test_cases"].values())
+        assert isinstance(task["task_id"], str)
+        assert task["problem_description"] is not None and task["ground_truth"].strip()
+        if task["domain"] != "frontend":
+            assert all(isinstance(call, str) for call in task["test_cases"].values())
 
 
 def use_episodes(path):
-    episodes, _ = train_critic.load_episodes([path])
+    episodes, _ = load_episodes([path])
     for row in episodes:
         assert type(row["reward"]) in (int, float) and 0 <= row["reward"] <= 1.000001
-        assert row["success"] is (row["reward"] == 1 if row["task"]["domain"] == "backend" else None)
-        assert type(row["sample"]) is int and row["turns"] == len(row["dialogue_history"]) // 2 >= 1
+        success = row["reward"] == 1 if row["task"]["domain"] == "backend" else None
+        assert row["success"] is success
+        assert type(row["sample"]) is int
+        assert row["turns"] == len(row["dialogue_history"]) // 2 >= 1
         assert 0 <= row["leak"] <= 1 and row["error"] is None
         for message in row["dialogue_history"]:
-            assert message.get("finished") in (None, True, False) and isinstance(message["content"], str)
-    groups = train_critic.group_by_task(episodes)
-    for flags in (["--pairs", "all"], []):
-        args = train_critic.parse_args(["--episodes", path, "--model", "m", "--output", "o", "--max_length", "400", *flags])
-        items, _ = train_critic.pair_items(TOKENIZER, groups, sorted(groups), args, "ground_truth")
-        assert all(item.rewards[0] > item.rewards[1] for item in items)
+            assert message.get("finished") in (None, True, False)
+            assert isinstance(message["content"], str)
+    groups = group_by_task(episodes)
+    reader = Reader(TOKENIZER, "ground_truth", max_length=400)
+    for rule in ("all", "best_vs_rest"):
+        pairs = [train_critic.pair_episodes(groups[task_id], rule) for task_id in sorted(groups)]
+        items, _ = train_critic.pair_items(reader, pairs, "pair")
+        for item in items:
+            for chosen, rejected in item.pairs:
+                assert item.rows[chosen].reward > item.rows[rejected].reward
     list(train_critic.states_of(episodes))
-    evaluate.score({"ours": [read_episodes(path)]}, FLAGS["evaluate"])
+    evaluate.score({"ours": [read_episodes(path)]}, evaluate.ScoreSettings(draws=100))
 
 
 def use_candidates(path):
     rows = train_policy.read_candidates(path)
     assert all(math.isfinite(value) for row in rows for value in row["advantages"])
-    items, report = train_policy.candidate_items(TOKENIZER, rows, FLAGS["policy"])
-    assert report["states"] == len(rows) and all(row.ids for item in items for row in item.rows)
+    settings = train_policy.PairSettings(
+        pairing="halves", pairs_per_state=4, min_gap=0.0, share="pair", seed=0)
+    reader = Reader(TOKENIZER, "none", max_length=8192)
+    items, report = train_policy.candidate_items(reader, rows, settings)
+    assert report["states"] == len(rows)
+    assert all(row.ids for item in items for row in item.rows)
 
 
-FLAGS = {"policy": train_policy.parse_args("--method sweet --episodes e --model m --output o --candidates c".split()),
-         "evaluate": evaluate.parse_args("--episodes e --output o --draws 100".split())}
 USES = {"task": use_tasks, "episode": use_episodes, "candidates": use_candidates}
 
 
 @pytest.mark.parametrize("kind, count", [(kind, 700) for kind in USES])
-def test_mutated_files_are_a_sentence_with_file_and_line_or_a_right_result(tmp_path, kind, count):
+def test_a_mutated_file_is_refused_with_file_and_line_or_read_right(tmp_path, kind, count):
     draw, refused = random.Random(kind), 0
-    other = row_of(kind)
-    other = other | ({"task_id": "u"} if kind != "episode" else {"sample": 1, "reward": 0.5, "success": False})
-    for number in range(count):
-        path = tmp_path / "rows.jsonl"
-        line = mutated(draw, row_of(kind))
+    other = sound_row(kind)
+    if kind == "episode":
+        other |= {"sample": 1, "reward": 0.5, "success": False}
+    else:
+        other |= {"task_id": "u"}
+    path = tmp_path / "rows.jsonl"
+    for index in range(count):
+        line = mutated(draw, sound_row(kind))
         path.write_bytes(json.dumps(other).encode() + b"\n" + line + b"\n")
         try:
             USES[kind](str(path))
         except SystemExit as error:
             refused += 1
-            assert re.match(rf"{re.escape(str(path))}: line [12]\b.*(found .*expected|of another)", str(error), re.S), (
-                number, line, error)
+            sentence = rf"{re.escape(str(path))}: line [12]\b.*found .*expected"
+            assert re.match(sentence, str(error), re.S), (index, line, error)
         except Exception as error:
-            raise AssertionError(f"mutation {number} of {kind}: {line!r}") from error
+            raise AssertionError(f"mutation {index} of {kind}: {line!r}") from error
     assert count / 3 < refused < count
 
 
 @pytest.mark.parametrize("change, named", [
-    ({"reward": True}, "'reward' of type bool"), ({"reward": "1"}, "'reward' of type str"),
-    ({"reward": math.nan}, "reward nan"), ({"reward": math.inf}, "reward inf"), ({"reward": None, "error": ""}, "'reward'"),
-    ({"success": "yes"}, "'success'"), ({"success": True, "reward": 0.5}, "success True with reward 0.5"),
-    ({"sample": "0"}, "'sample'"), ({"sample": -1}, "sample -1"), ({"sample": True}, "'sample' of type bool"),
-    ({"leak": "a lot"}, "'leak'"), ({"leak": 2}, "leak 2"), ({"answer": 5}, "'answer'"), ({"error": True}, "'error'"),
-    ({"agent_prompt": []}, "'agent_prompt'"), ({"reasons": "all passed"}, "'reasons'"),
+    ({"reward": True}, "'reward' of type bool"),
+    ({"reward": "1"}, "'reward' of type str"),
+    ({"reward": math.nan}, "reward nan"),
+    ({"reward": math.inf}, "reward inf"),
+    ({"reward": None, "error": ""}, "'reward'"),
+    ({"success": "yes"}, "'success'"),
+    ({"success": True, "reward": 0.5}, "success True with reward 0.5"),
+    ({"sample": "0"}, "'sample'"),
+    ({"sample": -1}, "sample -1"),
+    ({"sample": True}, "'sample' of type bool"),
+    ({"leak": "a lot"}, "'leak'"),
+    ({"leak": 2}, "leak 2"),
+    ({"answer": 5}, "'answer'"),
+    ({"error": True}, "'error'"),
+    ({"agent_prompt": []}, "'agent_prompt'"),
+    ({"reasons": "all passed"}, "'reasons'"),
 ])
-def test_a_value_of_another_kind_is_never_taken_for_the_right_one(tmp_path, change, named):
+def test_a_value_of_another_type_is_refused(tmp_path, change, named):
     path = tmp_path / "episodes.jsonl"
     path.write_text(json.dumps(episode("t", 1.0) | change) + "\n")
     with pytest.raises(SystemExit, match=f"line 1: found .*{named}.*expected"):
         read_episodes(path)
 
 
-def test_finished_is_yes_no_or_unsaid_and_turns_are_counted(tmp_path):
+def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):
     path, row = tmp_path / "episodes.jsonl", episode("t", 1.0) | {"turns": 77}
     row["dialogue_history"][1]["finished"] = None
     path.write_text(json.dumps(row) + "\n")
     read, = read_episodes(path)
-    encoded, _ = train_critic.dialogue_row(TOKENIZER, read, "none", 8192)
-    assert read["turns"] == 2 and encoded.ids.count(TOKENIZER.eos_token_id) == len(read["dialogue_history"])
+    encoded, _ = train_critic.dialogue_row(Reader(TOKENIZER, "none", max_length=8192), read)
+    assert read["turns"] == 2
+    assert encoded.ids.count(TOKENIZER.eos_token_id) == len(read["dialogue_history"])
     row["dialogue_history"][1]["finished"] = "no"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(SystemExit, match="'finished' of type str"):
@@ -169,78 +241,127 @@ SCRIPTS = {
     train_policy: "--method mtdpo --episodes e --model m --output o",
     evaluate: "--tasks toy:backend:test --agent scripted --output o",
 }
-VALUES = ["-1", "0", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "", " ", "x", "True", "None", "0.5", "[]",
-          "\0", "toy", "toy:backend", "http://", "--beta"]
-RANGES = ("warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "success_reward", "min_gap", "temperature",
-          "human_temperature", "leak_threshold")  # numbers that may be 0
+VALUES = [
+    "-1", "0", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "", " ", "x", "True",
+    "None", "0.5", "[]", "\0", "toy", "toy:backend", "http://", "--beta",
+]
+MAY_BE_ZERO = (
+    "warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "success_reward",
+    "min_gap", "temperature", "human_temperature", "leak_threshold",
+)
 
 
-@pytest.mark.parametrize("script", [collect, train_critic, train_policy, evaluate], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, script, capsys):
     draw, given = random.Random(script.__name__), SCRIPTS[script].format(tmp_path).split()
     with pytest.raises(SystemExit):
         script.parse_args(["--help"])
     names = sorted(set(re.findall(r"--[a-z_]+", capsys.readouterr().out)) - {"--help"})
     for _ in range(200):
-        argv = [*given, *(text for _ in range(draw.choice((1, 1, 2))) for text in (draw.choice(names), draw.choice(VALUES)))]
+        argv = list(given)
+        for _ in range(draw.choice((1, 1, 2))):
+            argv += [draw.choice(names), draw.choice(VALUES)]
         try:
             args = script.parse_args(argv)
-        except SystemExit as error:  # argparse has printed its sentence and exits with 2
-            assert error.code == 2 and "error: " in capsys.readouterr().err or re.search(
-                "found .*expected|needs --method|but no", str(error)), (argv, error)
+        except SystemExit as error:
+            printed = capsys.readouterr().err
+            by_argparse = error.code == 2 and "error: " in printed
+            sentence = re.search("found .*expected|needs --method", str(error), re.S)
+            assert by_argparse or sentence, (argv, error)
             continue
         for name, value in vars(args).items():
             if type(value) in (int, float):
-                assert math.isfinite(value) and (value > 0 or value == 0 and name in RANGES or name == "seed"), (argv, name)
+                assert math.isfinite(value), (argv, name)
+                assert value > 0 or (value == 0 and name in MAY_BE_ZERO), (argv, name)
 
 
-def test_an_input_that_is_not_there_is_named_and_nothing_is_made(tiny, tmp_path):
+@pytest.mark.parametrize("script, flags", [
+    (train_policy, "--method mtdpo --critic c"),
+    (train_policy, "--method rft --privileged_episodes e"),
+    (train_policy, "--method rft --num_candidates 4"),
+    (train_policy, "--method rft --min_gap 2"),
+    (train_policy, "--method rft --beta 3"),
+    (train_policy, "--method sweet --critic c --candidates r"),
+    (train_policy, "--method sweet --critic c --pairs all"),
+    (train_policy, "--method sweet --candidates r --temperature 0.2"),
+    (train_critic, "--head value --normalise none"),
+    (train_critic, "--head value --beta 9"),
+    (evaluate, "--episodes e --num_tasks 5"),
+    (evaluate, "--episodes e --critic c"),
+])
+def test_a_flag_that_would_do_nothing_is_refused(script, flags):
+    rest = [] if script is evaluate else ["--episodes", "e", "--model", "m"]
+    with pytest.raises(SystemExit, match=f"found .*{flags.split()[-2]}.*expected"):
+        script.parse_args([*flags.split(), *rest, "--output", "o"])
+
+
+def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
-    result = run_script("train_policy.py", "--method", "sweet", "--candidates", tmp_path / "none.jsonl", "--episodes", episodes,
-                        "--model", tiny(), "--output", tmp_path / "policy", check=False)
-    assert result.returncode == 1 and f"{tmp_path / 'none.jsonl'}: no such file; expected an input" in result.stderr
+    missing = tmp_path / "none.jsonl"
+    result = run_script(
+        "train_policy.py", "--method", "sweet", "--candidates", missing, "--episodes", episodes,
+        "--model", tiny(), "--output", tmp_path / "policy", check=False)
+    assert result.returncode == 1 and f"{missing}: no such file; expected" in result.stderr
     assert not (tmp_path / "policy").exists()
 
 
 def test_a_file_that_collect_did_not_write_is_never_overwritten(tmp_path):
     precious = tmp_path / "tasks.jsonl"
     precious.write_text("mine\n")
-    with pytest.raises(SystemExit, match="did not write.*choose another --output"):
-        collect.parse_args(["--tasks", str(precious), "--agent", "scripted", "--output", str(precious)])
+    with pytest.raises(SystemExit, match=f"{precious}: found .*another --output"):
+        collect.parse_args(
+            ["--tasks", str(precious), "--agent", "scripted", "--output", str(precious)])
     assert precious.read_text() == "mine\n"
+
+
+def test_real_tasks_need_a_human(tmp_path):
+    task = {"problem_description": "d", "ground_truth": "def f(): return 1",
+            "test_cases": {"a": "f()"}}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
+    result = run_script("collect.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", "scripted",
+                        "--output", tmp_path / "e.jsonl", check=False)
+    assert result.returncode == 1 and "found no --human" in result.stderr
+    assert not (tmp_path / "e.jsonl").exists()
 
 
 # -----------------------------------------------------------------------------
 # Chat templates
 
 
-def test_mutated_templates_are_refused_in_a_sentence_or_give_the_turns_of_the_dialogue():
-    draw, told = random.Random(0), 0
-    messages = [{"role": "system", "content": "rules"}, *dialogue("ask", "what?", "this", "I WANT TO ANSWER: x")]
+def test_a_mutated_template_is_refused_in_a_sentence_or_gives_the_turns_of_the_dialogue():
+    draw, refused = random.Random(0), 0
+    turns = ("what?", "I WANT TO ANSWER: x")
+    messages = [{"role": "system", "content": "rules"},
+                *dialogue("ask", turns[0], "this", turns[1])]
+    fillers = ["", "{", "%}", "{{ x }}", "{{ messages[9] }}", "'", "{{ 1 / 0 }}", "<end>",
+               "{% for %}"]
     for _ in range(300):
         template = draw.choice([*TEMPLATES.values(), UNNESTED])
         start = draw.randrange(len(template))
-        template = template[:start] + draw.choice(["", "{", "%}", "{{ x }}", "{{ messages[9] }}", "'", "{{ 1 / 0 }}", "<end>",
-                                                   "{% for %}"]) + template[start + draw.choice((0, 1, 5, 40)):]
+        filler = draw.choice(fillers)
+        end = start + draw.choice((0, 1, 5, 40))
+        template = template[:start] + filler + template[end:]
         tokenizer = byte_tokenizer(template)
         try:
             encode_prompt(tokenizer, messages[:2])
             ids, turn_index = encode_dialogue(tokenizer, messages)
         except SystemExit as error:
-            told += 1
+            refused += 1
             assert "template" in str(error) and "expected" in str(error), (template, error)
             continue
         except Exception as error:
             raise AssertionError(template) from error
-        for turn, text in enumerate(("what?", "I WANT TO ANSWER: x")):
-            said = tokenizer.decode([token for token, index in zip(ids, turn_index, strict=True) if index == turn])
-            assert said.startswith(text) and len(ids) == len(turn_index)
-    assert 50 < told < 300
+        assert len(ids) == len(turn_index)
+        for turn, text in enumerate(turns):
+            own = [token for token, index in zip(ids, turn_index, strict=True) if index == turn]
+            assert tokenizer.decode(own).startswith(text)
+    assert 50 < refused < 300
 
 
 def test_a_template_without_a_closing_token_is_refused():
-    with pytest.raises(SystemExit, match="closes no agent turn"):
-        encode_dialogue(byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}"), dialogue("a", "b"))
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(SystemExit, match="chat template closes no agent turn.*expected"):
+        encode_dialogue(tokenizer, dialogue("a", "b"))
     assert render(byte_tokenizer(), dialogue("a"))
 
 
@@ -248,19 +369,22 @@ def test_a_template_without_a_closing_token_is_refused():
 # Checkpoints
 
 
-def break_config(folder):
+def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def another_size(folder):
+    change_config(folder, hidden_size=64)
 
 
 def another_architecture(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    change_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"])
 
 
 def truncate(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
 
 
 def lose_a_tensor(folder):
@@ -271,118 +395,132 @@ def lose_a_tensor(folder):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def pickled_call(folder):
+    """A pickle that would make the file `owned` when it is loaded."""
+    return b"cos\nsystem\n(S'touch " + str(folder / "owned").encode() + b"'\ntR."
+
+
 def pickle_only(folder):
     """Weights whose loading would run a stranger's code."""
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(folder / "owned").encode() + b"'\ntR.")
+    (folder / "pytorch_model.bin").write_bytes(pickled_call(folder))
 
 
 def no_config(folder):
     (folder / "config.json").unlink()
 
 
-def no_json(folder):
+def broken_config(folder):
     (folder / "config.json").write_text("{broken")
 
 
-@pytest.mark.parametrize("damage", [break_config, another_architecture, truncate, lose_a_tensor, pickle_only, no_config,
-                                    no_json])
+@pytest.mark.parametrize("damage", [
+    another_size, another_architecture, truncate, lose_a_tensor, pickle_only, no_config,
+    broken_config,
+])
 def test_a_damaged_checkpoint_is_a_sentence_that_names_it(tiny, tmp_path, damage):
     folder = tmp_path / "model"
     shutil.copytree(tiny(), folder)
     damage(folder)
-    with pytest.raises(SystemExit, match=rf"{folder}: .*(expected|train it again)"):
+    with pytest.raises(SystemExit, match=rf"(?s){re.escape(str(folder))}: .*expected"):
         load_tokenizer(str(folder))
         load_model(str(folder))
     assert not (folder / "owned").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"flags": 3}', '{"flags": {}, "inputs": {}}',
-                                  '{"flags": {"head": "logratio"}, "inputs": {}}'])
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "{}", '{"flags": 3}', '{"flags": {}, "inputs": {}}',
+    '{"flags": {"head": "logratio"}, "inputs": {}}',
+])
 def test_a_critic_without_its_record_is_a_sentence(tiny, tmp_path, text):
     shutil.copytree(tiny(), tmp_path / "critic")
     (tmp_path / "critic/run.json").write_text(text)
-    with pytest.raises(SystemExit, match="critic.*expected"):
+    with pytest.raises(SystemExit, match=rf"{re.escape(str(tmp_path / 'critic'))}.*expected"):
         train_critic.Critic(str(tmp_path / "critic"), "cpu")
 
 
-def test_a_training_state_with_a_pickled_call_is_not_executed(tiny, tmp_path):
-    (tmp_path / "output/state").mkdir(parents=True)
-    (tmp_path / "output/state/rank0.pt").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "owned").encode() + b"'\ntR.")
+def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
+    state = tmp_path / "output/state"
+    state.mkdir(parents=True)
+    (state / "rank0.pt").write_bytes(pickled_call(tmp_path))
     model = load_model(tiny())
-    with pytest.raises(SystemExit, match="state.*remove the folder"):
-        train_critic.load_state(tmp_path / "output/state", model, torch.optim.AdamW(model.parameters()),
-                                collect.Process(0, 1, "cpu"))
+    with pytest.raises(SystemExit, match=rf"{re.escape(str(state))}.*found .*remove the folder"):
+        train_critic.load_state(state, model, torch.optim.AdamW(model.parameters()), PROCESS)
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_wrong_critic_stops_before_anything_is_sampled(tiny, tmp_path):
+    shutil.copytree(tiny(), tmp_path / "no_critic")
+    result = run_script(
+        "train_policy.py", "--method", "sweet",
+        "--episodes", write_episodes(tmp_path / "episodes.jsonl"), "--model", tiny(),
+        "--critic", tmp_path / "no_critic", "--output", tmp_path / "policy", check=False)
+    assert result.returncode == 1 and "found no run.json" in result.stderr
+    assert not (tmp_path / "policy").exists()
+
+
+# -----------------------------------------------------------------------------
+# The record of a run
+
+
+def critic_flags(folder, *more):
+    """Episodes, and the flags of a critic that is trained on them."""
+    episodes = str(write_episodes(folder / "e.jsonl"))
+    args = train_critic.parse_args(["--episodes", episodes, "--model", "m", "--output", "o", *more])
+    return [episodes], vars(args)
 
 
 def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path):
     shutil.copytree(tiny(), tmp_path / "model")
-    args = train_critic.parse_args(["--episodes", str(write_episodes(tmp_path / "e.jsonl")), "--model", "m", "--output", "o"])
-    with pytest.raises(SystemExit, match="none of these scripts wrote"):
-        collect.claim_output(tmp_path / "model/run.json", args, args.episodes, collect.Process(0, 1, "cpu"), ())
+    inputs, flags = critic_flags(tmp_path)
+    with pytest.raises(SystemExit, match=f"{tmp_path / 'model'}: found .*another --output"):
+        collect.claim_output(tmp_path / "model/run.json", flags, inputs, PROCESS, ())
     assert not (tmp_path / "model/run.json").exists()
 
 
-def test_flags_that_change_cost_only_may_differ_when_a_run_goes_on(tmp_path):
-    command = ["--episodes", str(write_episodes(tmp_path / "e.jsonl")), "--model", "m", "--output", "o"]
-
+def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
     def claim(*more):
-        collect.claim_output(tmp_path / "o/run.json", train_critic.parse_args(command + list(more)), command[1:2],
-                             collect.Process(0, 1, "cpu"), train_critic.TRAINING_COST_FLAGS)
+        inputs, flags = critic_flags(tmp_path, *more)
+        collect.claim_output(tmp_path / "o/run.json", flags, inputs, PROCESS,
+                             train_critic.COST_FLAGS)
 
     claim("--batch_size", "4")
-    claim()  # the first one has made nothing, a typing error mostly
+    claim()  # the first command has made nothing yet, so it claims nothing
     (tmp_path / "o/metrics.jsonl").touch()
     claim("--micro_batch_size", "2", "--checkpointing")
     with pytest.raises(SystemExit, match="differs in batch_size; expected the same command"):
         claim("--batch_size", "2")
 
 
-def test_a_critic_that_was_trained_anew_is_another_input(tmp_path):
-    (tmp_path / "critic").mkdir()
+def test_a_retrained_critic_is_another_input(tmp_path):
+    critic = tmp_path / "critic"
+    critic.mkdir()
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/candidates.jsonl").touch()
-    args = train_policy.parse_args(["--method", "sweet", "--critic", str(tmp_path / "critic"), "--episodes", "e",
+    args = train_policy.parse_args(["--method", "sweet", "--critic", str(critic), "--episodes", "e",
                                     "--model", "m", "--output", "o"])
-    for number, refused in enumerate((False, True)):
-        (tmp_path / "critic/run.json").write_text(json.dumps({"flags": {"seed": number}, "inputs": {}}))
-        with pytest.raises(SystemExit, match="differs in .*critic/run.json") if refused else contextlib.nullcontext():
-            collect.claim_output(tmp_path / "policy/run.json", args, collect.records(args.model, args.critic),
-                                 collect.Process(0, 1, "cpu"), ())
+
+    def claim(seed_of_critic):
+        record = {"flags": {"seed": seed_of_critic}, "inputs": {}}
+        (critic / "run.json").write_text(json.dumps(record))
+        inputs = collect.records(args.model, args.critic)
+        collect.claim_output(tmp_path / "policy/run.json", vars(args), inputs, PROCESS, ())
+
+    claim(0)
+    with pytest.raises(SystemExit, match="differs in .*critic/run.json"):
+        claim(1)
 
 
-def test_instructions_that_were_edited_do_not_go_on_with_episodes_of_the_old_ones(tmp_path):
-    (tmp_path / "prompt.txt").write_text("Ask.")
-    args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted", "--agent_prompt",
-                               str(tmp_path / "prompt.txt"), "--output", str(tmp_path / "episodes.jsonl")])
-    for text, refused in (("Ask.", False), ("Answer.", True)):
-        (tmp_path / "prompt.txt").write_text(text)
-        with pytest.raises(SystemExit, match="differs in .*prompt.txt") if refused else contextlib.nullcontext():
-            collect.claim_rollout(f"{args.output}.run.json", args, collect.Process(0, 1, "cpu"))
-        (tmp_path / "episodes.jsonl").touch()
-
-
-def test_a_wrong_critic_stops_before_anything_is_sampled(tiny, tmp_path):
-    shutil.copytree(tiny(), tmp_path / "no_critic")
-    result = run_script("train_policy.py", "--method", "sweet", "--episodes", write_episodes(tmp_path / "episodes.jsonl"),
-                        "--model", tiny(), "--critic", tmp_path / "no_critic", "--output", tmp_path / "policy", check=False)
-    assert result.returncode == 1 and "found no run.json" in result.stderr and not (tmp_path / "policy").exists()
-
-
-@pytest.mark.parametrize("flags", [["--method", "mtdpo", "--critic", "c"], ["--method", "rft", "--privileged_episodes", "e"],
-                                   ["--method", "sweet", "--critic", "c", "--candidates", "r"]])
-def test_a_flag_that_would_do_nothing_is_refused(flags):
-    with pytest.raises(SystemExit, match="found .*expected"):
-        train_policy.parse_args([*flags, "--episodes", "e", "--model", "m", "--output", "o"])
-
-
-def test_real_tasks_need_a_human(tmp_path):
-    task = {"problem_description": "d", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(task))
-    result = run_script("collect.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", "scripted", "--output",
-                        tmp_path / "e.jsonl", check=False)
-    assert result.returncode == 1 and "found no --human" in result.stderr and not (tmp_path / "e.jsonl").exists()
+def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
+    prompt, output = tmp_path / "prompt.txt", tmp_path / "episodes.jsonl"
+    prompt.write_text("Ask.")
+    args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted",
+                               "--agent_prompt", str(prompt), "--output", str(output)])
+    collect.claim_rollout(f"{output}.run.json", vars(args), PROCESS)
+    output.touch()
+    prompt.write_text("Answer.")
+    with pytest.raises(SystemExit, match="differs in .*prompt.txt"):
+        collect.claim_rollout(f"{output}.run.json", vars(args), PROCESS)
 
 
 # -----------------------------------------------------------------------------
@@ -395,10 +533,10 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
 
-    def mount(kilobytes, *options):
+    def mount(kilobytes):
         if os.geteuid():
             pytest.skip("a small disk can be mounted by root only")
-        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={kilobytes}k", *options]), "tmpfs", folder]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
         if subprocess.run(command, capture_output=True).returncode:
             pytest.skip("this machine does not let root mount a tmpfs")
         return folder
@@ -408,51 +546,63 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def remount(folder, *options):
-    subprocess.run(["mount", "-o", ",".join(["remount", *options]), folder], check=True)
+def remount(folder, option):
+    subprocess.run(["mount", "-o", f"remount,{option}", folder], check=True)
 
 
-def rollout(folder, *more):
-    return ["--tasks", "toy:backend:train", "--num_tasks", 30, "--samples_per_task", 1, "--agent", "scripted",
-            "--output", folder / "episodes.jsonl", *more]
+def rollout(folder):
+    return ["--tasks", "toy:backend:train", "--num_tasks", 30, "--samples_per_task", 1,
+            "--agent", "scripted", "--output", folder / "episodes.jsonl"]
 
 
-def test_a_full_disk_stops_collection_with_a_sentence_and_it_goes_on_when_there_is_space(small_disk, tmp_path):
+def test_a_full_disk_stops_a_rollout_with_a_sentence_and_it_resumes(small_disk, tmp_path):
     folder = small_disk(24)
     done = run_script("collect.py", *rollout(folder), check=False)
-    assert done.returncode == 1 and "No space left" in done.stderr + done.stdout or "part of a line" in done.stderr, done.stderr
-    assert "give the same command again" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    full = "No space left" in done.stderr + done.stdout or "part of a line" in done.stderr
+    assert full, done.stderr
+    assert "same command to resume" in done.stderr and "Traceback" not in done.stderr
     remount(folder, "size=10000k")
     run_script("collect.py", *rollout(folder))
     run_script("collect.py", *rollout(tmp_path / "whole"))
-    assert (folder / "episodes.jsonl").read_bytes() == (tmp_path / "whole/episodes.jsonl").read_bytes()
-    assert sorted(path.name for path in folder.iterdir()) == ["episodes.jsonl", "episodes.jsonl.run.json"]
+    whole = tmp_path / "whole/episodes.jsonl"
+    assert (folder / "episodes.jsonl").read_bytes() == whole.read_bytes()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["episodes.jsonl", "episodes.jsonl.run.json"]
 
 
 def test_a_state_that_does_not_fit_on_the_disk_is_no_state(small_disk, tiny):
-    folder, model, process = small_disk(60), load_model(tiny()), collect.Process(0, 1, "cpu")
+    folder, model = small_disk(60), load_model(tiny())
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(OSError, match="could not be written"):
-        train_critic.save_state(folder / "state", 1, model, optimizer, process)
-    assert train_critic.load_state(folder / "state", model, optimizer, process) == 0
+    with pytest.raises(OSError, match="state.* could not be written"):
+        train_critic.save_state(folder / "state", 1, model, optimizer, PROCESS)
+    assert train_critic.load_state(folder / "state", model, optimizer, PROCESS) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kilobytes", [60, 110])  # full while saving a state, and while saving the checkpoint
-def test_a_full_disk_stops_training_with_a_sentence_and_it_goes_on_when_there_is_space(small_disk, tiny, tmp_path, kilobytes):
+@pytest.mark.parametrize("kilobytes, save_every", [
+    pytest.param(60, 1, id="while saving a state"),
+    pytest.param(110, 9, id="while saving the checkpoint"),
+])
+def test_a_full_disk_stops_training_with_a_sentence_and_it_resumes(
+        small_disk, tiny, tmp_path, kilobytes, save_every):
     folder, episodes = small_disk(kilobytes), write_episodes(tmp_path / "e.jsonl")
-    command = ["--method", "mtdpo", "--episodes", episodes, "--model", tiny(), "--batch_size", 4, "--max_length", 600,
-               "--max_steps", 2, "--epochs", 1, "--save_every", 1 if kilobytes == 60 else 9, "--output"]
+    command = ["--method", "mtdpo", "--episodes", episodes, "--model", tiny(), "--batch_size", 4,
+               "--max_length", 600, "--max_steps", 2, "--epochs", 1, "--save_every", save_every,
+               "--output"]
     done = run_script("train_policy.py", *command, folder, check=False)
-    assert done.returncode == 1 and "The disk or a file failed" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1 and "same command to resume" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "The disk or a file failed" in done.stderr, done.stderr
     assert not (folder / "config.json").exists()
     remount(folder, "size=10000k")
     run_script("train_policy.py", *command, folder)
     run_script("train_policy.py", *command, tmp_path / "whole")
-    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    whole = tmp_path / "whole/model.safetensors"
+    assert (folder / "model.safetensors").read_bytes() == whole.read_bytes()
 
 
-def test_a_folder_that_is_read_only_is_a_sentence(small_disk):
+def test_a_read_only_folder_is_a_sentence(small_disk):
     folder = small_disk(100)
     remount(folder, "ro")
     done = run_script("collect.py", *rollout(folder), check=False)

@@ -1,27 +1,40 @@
-"""The embedded backend world is what it says, before anything is trained on it. Run: pytest tests/test_toy.py"""
+"""The embedded backend world is what it says, before anything is trained on it.
+
+Run: pytest tests/test_toy.py
+"""
 
 import random
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
-import colbench
-from colbench import (
-    ANSWER_MARKER,
-    MAX_TURNS,
-    TOY_DETAILS,
-    TOY_LIKELY,
-    agent_messages,
-    derive_seed,
-    grade_all,
-    read_tasks,
-    split_message,
+from colbench import MAX_TURNS, agent_messages, derive_seed, read_tasks, split_message
+from judge.sandbox import ANSWER_MARKER, grade_all
+from speakers import load_speaker
+from speakers.interface import SpeakerSettings, Utterance
+from toy.world import (
+    CREDIT_KINDS,
+    DETAILS,
+    LIKELY,
+    NUM_OPTIONS,
+    PHRASES,
+    SCRIPTED,
+    ToyCredit,
+    backend_demonstrator,
+    backend_human,
+    code_of,
+    credit_auc,
+    credit_pairs,
+    details_in,
+    informed_backend_demonstrator,
+    phrase_of,
     toy_asked,
-    toy_backend_demonstrator,
-    toy_backend_human,
-    toy_code,
     toy_credit,
+    toy_tasks,
 )
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -29,148 +42,334 @@ def tasks():
     return read_tasks("toy:backend:test", 120)
 
 
-def go_on(task, agent, history, seed=0):
-    """The history of a dialogue that `agent(task, messages, draw)` carries on from `history` to its end."""
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def continue_dialogue(task, agent, history, seed=0, human=backend_human):
+    """(history, answer) of the dialogue that `agent(task, messages, draw)` plays to its end."""
     history = list(history)
     while True:
         turn = len(history) // 2
-        text = agent(task, agent_messages(task, history, ""), random.Random(derive_seed(seed, task["task_id"], turn)))
+        draw = random.Random(derive_seed(seed, task["task_id"], turn))
+        text = agent(task, agent_messages(task, history, ""), draw)
         content, answer = split_message(task, text, turn == MAX_TURNS - 1)
-        history.append({"role": "assistant", "content": content})
+        history.append(assistant(content))
         if answer is not None:
             return history, answer
-        history.append({"role": "user", "content": toy_backend_human(task, history)})
+        history.append(user(human(task, history, draw)))
 
 
-def play(task, agent, seed=0):
-    return go_on(task, agent, [{"role": "user", "content": task["problem_description"]}], seed)
+def play(task, agent, seed=0, human=backend_human):
+    return continue_dialogue(task, agent, [user(task["problem_description"])], seed, human)
 
 
-def told(task, messages):
-    """The details asked so far, and the function that the replies to them describe."""
-    asked = [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
+def details_asked(messages):
+    return [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
+
+
+def known_code(task, messages):
+    """The function with the needed details that were asked for."""
+    asked = details_asked(messages)
     needed = task["toy"]["needed"]
-    return asked, toy_code(tuple((d, needed[d]) for d in TOY_DETAILS if d in asked and d in needed))
+    return code_of([(d, needed[d]) for d in DETAILS if d in asked and d in needed])
 
 
 def asks_first(order):
-    """An agent that asks for the details of `order(task)` and then answers with what it was told."""
+    """An agent that asks for the details of `order(task)` and then answers with what it knows."""
 
     def agent(task, messages, draw):
-        asked, code = told(task, messages)
-        left = [detail for detail in order(task) if detail not in asked]
-        return f"What about the {left[0]}?" if left and len(asked) < MAX_TURNS - 1 else f"{ANSWER_MARKER}\n{code}"
+        asked = details_asked(messages)
+        remaining = [detail for detail in order(task) if detail not in asked]
+        if remaining and len(asked) < MAX_TURNS - 1:
+            return f"What about the {remaining[0]}?"
+        return f"{ANSWER_MARKER}\n{known_code(task, messages)}"
 
     return agent
 
 
-def demonstrator(task, messages, draw):
-    return toy_backend_demonstrator(task, messages, draw, False)
-
-
 def success(tasks, agent):
-    return sum(grade.success for grade in grade_all(tasks, [play(task, agent)[1] for task in tasks])) / len(tasks)
+    answers = [play(task, agent)[1] for task in tasks]
+    return sum(grade.success for grade in grade_all(tasks, answers)) / len(tasks)
 
 
-def test_a_perfect_agent_succeeds_always_and_one_that_answers_at_once_hardly_ever(tasks):
-    assert success(tasks, asks_first(lambda task: TOY_LIKELY[task["toy"]["topic"]])) == 1.0
+# -----------------------------------------------------------------------------
+# Tasks
+
+
+def test_a_perfect_agent_always_succeeds_and_one_that_answers_at_once_hardly_ever(tasks):
+    assert success(tasks, asks_first(lambda task: LIKELY[task["toy"]["topic"]])) == 1.0
     assert success(tasks, asks_first(lambda task: [])) < 0.02
 
 
 def test_asking_everything_in_a_fixed_order_runs_out_of_turns(tasks):
-    assert success(tasks, asks_first(lambda task: list(TOY_DETAILS))) < 0.3
+    assert success(tasks, asks_first(lambda task: list(DETAILS))) < 0.3
+
+
+def test_train_valid_and_test_share_no_task_and_requirements_vary():
+    splits = [read_tasks(f"toy:backend:{split}", 400) for split in ("train", "valid", "test")]
+    train, valid, test = (
+        {(task["problem_description"], task["ground_truth"]) for task in split} for split in splits
+    )
+    assert len(train) == len(valid) == len(test) == 400
+    assert not train & valid
+    assert not train & test
+    assert not valid & test
+    assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {2, 3, 4, 5}
+
+
+def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
+    assert read_tasks("toy:backend:train", 100) == read_tasks("toy:backend:train", 400)[:100]
+
+
+def test_every_requirement_matters_in_some_hidden_test(tasks):
+    for task in tasks[:30]:
+        needed = task["toy"]["needed"]
+        partial = [
+            code_of([(d, option) for d, option in needed.items() if d != omitted])
+            for omitted in needed
+        ]
+        assert not any(grade.success for grade in grade_all([task] * len(partial), partial))
+
+
+@pytest.mark.parametrize("spec", ["toy:backend", "toy:sql:train", "toy:backend:dev"])
+def test_an_unknown_world_or_split_is_refused(spec):
+    with pytest.raises(SystemExit, match=spec):
+        toy_tasks(spec, 1)
+
+
+# -----------------------------------------------------------------------------
+# The human
+
+
+def test_the_request_reveals_no_requirement_and_the_human_only_what_is_asked_for(tasks):
+    task = tasks[0]
+    needed = task["toy"]["needed"]
+    detail = next(iter(needed))
+    other = next(d for d in DETAILS if d not in needed)
+    phrase = phrase_of(detail, needed[detail])
+
+    def reply(text):
+        return backend_human(task, [assistant(text)], None)
+
+    assert phrase not in task["problem_description"]
+    assert phrase in reply(f"Which {detail}?")
+    assert reply(f"Which {other}?") == "No wish there."
+    assert reply("Hello?") == "I do not know."
+
+
+# -----------------------------------------------------------------------------
+# The demonstrator
 
 
 def test_the_demonstrator_often_stops_early_and_often_runs_out_of_turns(tasks):
     early = late = right = 0
     for task in tasks:
         for seed in range(4):
-            history, answer = play(task, demonstrator, seed)
-            missing = set(task["toy"]["needed"]) - set(told(task, history)[0])
+            history, answer = play(task, backend_demonstrator, seed)
+            missing = set(task["toy"]["needed"]) - set(details_asked(history))
             marked = ANSWER_MARKER in history[-1]["content"]
-            late, early = late + (not marked), early + (marked and bool(missing))
+            late += not marked
+            early += marked and bool(missing)
             right += answer == task["ground_truth"]
     total = 4 * len(tasks)
-    assert 0.15 < right / total < 0.4 and early / total > 0.2 and late / total > 0.2
+    assert 0.15 < right / total < 0.4
+    assert early / total > 0.2
+    assert late / total > 0.2
 
 
-def test_train_valid_and_test_share_no_task_and_requirements_vary():
-    splits = [read_tasks(f"toy:backend:{split}", 400) for split in ("train", "valid", "test")]
-    contents = [{(task["problem_description"], task["ground_truth"]) for task in split} for split in splits]
-    assert all(len(content) == 400 for content in contents) and not contents[0] & contents[1] | contents[0] & contents[2] \
-        and not contents[1] & contents[2]
-    assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {2, 3, 4, 5}
-    assert read_tasks("toy:backend:train", 100) == splits[0][:100]  # the first tasks do not depend on how many are asked for
-
-
-def test_every_requirement_matters_in_some_hidden_test(tasks):
-    for task in tasks[:30]:
-        needed = task["toy"]["needed"]
-        partial = [toy_code(tuple((d, o) for d, o in needed.items() if d != left_out)) for left_out in needed]
-        assert not any(grade.success for grade in grade_all([task] * len(partial), partial))
-
-
-def test_the_request_reveals_no_requirement_and_the_human_tells_one_only_when_asked(tasks):
+def test_the_demonstrator_learns_what_is_wanted_from_the_dialogue_alone(tasks):
     task = tasks[0]
-    detail = next(iter(task["toy"]["needed"]))
-    phrase = TOY_DETAILS[detail][task["toy"]["needed"][detail]][0]
-    other = next(d for d in TOY_DETAILS if d not in task["toy"]["needed"])
-    assert phrase not in task["problem_description"]
-    reply = {text: toy_backend_human(task, [{"role": "assistant", "content": text}])
-             for text in (f"Which {detail}?", f"Which {other}?", "Hello?")}
-    assert phrase in reply[f"Which {detail}?"] and reply[f"Which {other}?"] == "No wish there." and \
-        reply["Hello?"] == "I do not know."
+    blank = {"task_id": "blank", "domain": "backend"}
+    informed = blank | {"ground_truth": task["ground_truth"]}
+    history, _ = play(task, backend_demonstrator)
+    for end in range(1, len(history), 2):
+        for seed in range(20):
+            for agent, known in (
+                (backend_demonstrator, blank),
+                (informed_backend_demonstrator, informed),
+            ):
+                with_task = agent(task, history[:end], random.Random(seed))
+                assert agent(known, history[:end], random.Random(seed)) == with_task
+
+
+def test_each_phrase_and_each_clause_names_one_detail_and_option():
+    pairs = [(detail, option) for detail in DETAILS for option in range(NUM_OPTIONS)]
+    assert sorted(PHRASES.values()) == sorted(pairs)
+    assert all(details_in(code_of([pair])) == [pair[0]] for pair in pairs)
+
+
+def lie(task, detail):
+    """What the lying human says about a needed detail: the option after the one it wants."""
+    return (task["toy"]["needed"][detail] + 1) % NUM_OPTIONS
+
+
+def lying_human(task, messages, draw):
+    detail = toy_asked(messages[-1]["content"])
+    if detail in task["toy"]["needed"]:
+        return f"Please {phrase_of(detail, lie(task, detail))}."
+    return backend_human(task, messages, draw)
+
+
+@pytest.mark.parametrize("manner", ["", "informed"])
+def test_a_lying_human_makes_the_demonstrator_write_what_it_was_told(tasks, monkeypatch, manner):
+    monkeypatch.setitem(SCRIPTED, ("backend", "human", "lying"), lying_human)
+    human = load_speaker("scripted:lying", "human")
+    agent = SCRIPTED["backend", "agent", manner]
+
+    def speak(task, history, draw):
+        return human.speak([history], seeds=[0], tasks=[task])[0][0].text
+
+    answers = obeyed = 0
+    for task in tasks:
+        history, answer = play(task, agent, human=speak)
+        asked = details_asked(history)
+        told = [(d, lie(task, d)) for d in DETAILS if d in asked and d in task["toy"]["needed"]]
+        if ANSWER_MARKER in history[-1]["content"] and told:
+            answers += 1
+            obeyed += answer == code_of(told)
+            assert answer != task["ground_truth"]
+    assert answers > 30
+    assert obeyed / answers > 0.85  # the others are slips
+
+
+def test_the_demonstrator_needs_to_be_told_and_not_only_to_ask(tasks):
+    task = tasks[0]
+
+    def silent_human(task, messages, draw):
+        return "I do not know."
+
+    for seed in range(20):
+        history, answer = play(task, informed_backend_demonstrator, seed, silent_human)
+        if ANSWER_MARKER in history[-1]["content"]:
+            assert answer == code_of([])
+
+
+def test_the_demonstrator_refuses_a_request_of_another_world():
+    with pytest.raises(SystemExit, match="expected one of the embedded backend world"):
+        backend_demonstrator({}, [user("Sort a list.")], random.Random(0))
+
+
+# -----------------------------------------------------------------------------
+# True credit
 
 
 def test_toy_credit_names_each_kind_of_turn(tasks):
     task = next(task for task in tasks if len(task["toy"]["needed"]) == 2)
     first, second = task["toy"]["needed"]
-    other = next(d for d in TOY_DETAILS if d not in task["toy"]["needed"])
-    start = [{"role": "user", "content": task["problem_description"]}]
+    other = next(d for d in DETAILS if d not in task["toy"]["needed"])
 
     def kind(history, text):
-        return toy_credit(task, history + [{"role": "assistant", "content": text}], len(history) // 2).kind
+        return toy_credit(task, history + [assistant(text)], len(history) // 2).kind
 
-    asked_first = start + [{"role": "assistant", "content": f"Tell me the {first}."}, {"role": "user", "content": "..."}]
-    known = asked_first + [{"role": "assistant", "content": f"Tell me the {second}."}, {"role": "user", "content": "..."}]
-    right = f"{ANSWER_MARKER}\n{task['ground_truth']}"
-    assert kind(start, f"Tell me the {first}.") == "useful question" and kind(start, f"The {other}?") == "wasted question"
+    start = [user(task["problem_description"])]
+    asked_first = start + [assistant(f"Tell me the {first}."), user("...")]
+    known = asked_first + [assistant(f"Tell me the {second}."), user("...")]
+    assert kind(start, f"Tell me the {first}.") == "useful question"
+    assert kind(start, f"The {other}?") == "wasted question"
     assert kind(asked_first, f"The {first}?") == "repeated question"
     assert kind(asked_first, f"{ANSWER_MARKER} def label(text): return text") == "early answer"
-    assert kind(known, right) == "right answer" and kind(known, f"{ANSWER_MARKER} x") == "wrong answer"
-    question = {"role": "assistant", "content": f"Tell me the {first}."}
-    assert toy_credit(task, start + [question], 0, max_turns=1).kind == "early answer"  # the last message is the answer
+    assert kind(known, f"{ANSWER_MARKER}\n{task['ground_truth']}") == "right answer"
+    assert kind(known, f"{ANSWER_MARKER} x") == "wrong answer"
+    # the last message is the answer, whatever it says
+    history = start + [assistant(f"Tell me the {first}.")]
+    assert toy_credit(task, history, 0, max_turns=1).kind == "early answer"
 
 
 def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
-    """From a state on, the demonstrator succeeds more often after a turn of greater worth."""
-    returns = defaultdict(list)  # (needed details unknown before the turn, turns left) are the same for what is compared
+    """From one state, the demonstrator succeeds more often after a turn of greater true credit."""
+    # (whether something was unknown before the turn, its true credit) -> returns. What is compared
+    # has the same number of unknown details and of turns left.
+    returns = defaultdict(list)
     for task in tasks[:60]:
-        history, _ = play(task, demonstrator, 1)
+        needed = task["toy"]["needed"]
+        history, _ = play(task, backend_demonstrator, 1)
         for turn in range(1, min(4, len(history) // 2)):
             before = history[:2 * turn + 1]
-            asked = told(task, before)[0]
-            unknown = [detail for detail in task["toy"]["needed"] if detail not in asked]
-            wasted = next(d for d in TOY_DETAILS if d not in task["toy"]["needed"] and d not in asked)
-            texts = [f"Tell me the {wasted}.", f"{ANSWER_MARKER}\n{told(task, before)[1]}"]
+            asked = details_asked(before)
+            unknown = [detail for detail in needed if detail not in asked]
+            wasted = next(d for d in DETAILS if d not in needed and d not in asked)
+            texts = [f"Tell me the {wasted}.", f"{ANSWER_MARKER}\n{known_code(task, before)}"]
             texts += [f"Tell me the {detail}." for detail in unknown[:1]]
             for text in texts:
-                after = before + [{"role": "assistant", "content": text}]
-                worth = toy_credit(task, after, turn, right=not unknown).worth
+                after = before + [assistant(text)]
+                value = toy_credit(task, after, turn, right=not unknown).value
                 if ANSWER_MARKER in text:
                     outcomes = [not unknown]
                 else:
-                    after.append({"role": "user", "content": toy_backend_human(task, after)})
-                    outcomes = [go_on(task, demonstrator, after, seed)[1] == task["ground_truth"] for seed in range(6)]
-                returns[bool(unknown), worth].append(sum(outcomes) / len(outcomes))
+                    after.append(user(backend_human(task, after, None)))
+                    answers = [
+                        continue_dialogue(task, backend_demonstrator, after, seed)[1]
+                        for seed in range(6)
+                    ]
+                    outcomes = [answer == task["ground_truth"] for answer in answers]
+                returns[bool(unknown), value].append(sum(outcomes) / len(outcomes))
     means = {key: sum(values) / len(values) for key, values in returns.items()}
     assert means[True, 0.6] > means[True, 0.3] + 0.03 > means[True, 0.0] == 0.0
     assert means[False, 1.0] == 1.0 > means[False, 0.3]
 
 
+def test_credit_pairs_know_their_kind():
+    useful, wasted = ToyCredit("useful question", 0.6), ToyCredit("wasted question", 0.3)
+    right, wrong = ToyCredit("right answer", 1.0), ToyCredit("wrong answer", 0.0)
+    assert list(credit_pairs([useful, wasted, wrong], known=False)) == [
+        ("question_question", 0, 1),
+        ("answer_question_unknown", 0, 2),
+        ("answer_question_unknown", 1, 2),
+    ]
+    assert list(credit_pairs([wrong, right], known=True)) == [("answer_answer", 1, 0)]
+
+
+class AnyPolicy:
+    """Samples a question about each detail of the world, and an early answer."""
+
+    def speak(self, conversations, n, seeds):
+        texts = [f"Tell me the {detail}." for detail in DETAILS] + [f"{ANSWER_MARKER} x"]
+        return [[Utterance(text, True) for text in texts] for _ in conversations]
+
+
+class FixedCritic:
+    """Gives each candidate the true credit, times `factor`."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def score(self, task, messages, texts, finished):
+        history = [user(task["problem_description"])]
+        return [
+            self.factor * toy_credit(task, history + [assistant(text)], 0).value for text in texts
+        ]
+
+
+@pytest.mark.parametrize("factor, auc", [(1, 1.0), (0, 0.5), (-1, 0.0)])
+def test_the_auc_is_one_for_the_true_credit_half_for_a_constant_zero_for_its_opposite(
+    tasks, factor, auc
+):
+    states = []
+    for task in tasks[:5]:
+        history = [user(task["problem_description"])]
+        states.append(({"task": task, "dialogue_history": history}, 0, history))
+    found = credit_auc(FixedCritic(factor), AnyPolicy(), states, seed=0)
+    kinds = ("all", "question_question", "answer_question_unknown")
+    assert found == {f"credit_auc/{kind}": auc for kind in kinds}
+    assert set(kinds) < set(CREDIT_KINDS)
+
+
+# -----------------------------------------------------------------------------
+# The base policy
+
+
 def test_the_base_policy_speaks_the_language_of_the_world():
-    speaker = colbench.LocalSpeaker("toy/base", max_new_tokens=128, device="cpu")
+    settings = SpeakerSettings(max_new_tokens=128, device="cpu")
+    speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
     tasks = read_tasks("toy:backend:valid", 60)
-    said = speaker.speak([agent_messages(task, [], "Ask what is missing, then answer.") for task in tasks], seeds=range(60))
-    kinds = [toy_asked(utterances[0].text) is not None or ANSWER_MARKER in utterances[0].text for utterances in said]
-    assert sum(kinds) >= 58 and all(utterances[0].finished for utterances in said)
+    prompt = "Ask what is missing, then answer."
+    spoken = speaker.speak([agent_messages(task, [], prompt) for task in tasks], seeds=range(60))
+    texts = [utterances[0].text for utterances in spoken]
+    understood = [toy_asked(text) is not None or ANSWER_MARKER in text for text in texts]
+    assert sum(understood) >= 58
+    assert all(utterances[0].finished for utterances in spoken)

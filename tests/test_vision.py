@@ -1,37 +1,52 @@
-"""Vision-language models: the human who looks at pages, and the critic who sees the reference page.
+"""Vision-language models: the human of pages, and the critic that sees the solution page.
 
 Run: pytest tests/test_vision.py
 """
 
-
+import io
 import json
 
 import pytest
 import torch
 from conftest import byte_tokenizer, run_script
-from test_frontend import needs_chromium
+from PIL import Image
+from safetensors.torch import load_file
+from test_browser import needs_chromium
 
-import colbench
+import speakers.vision
 import train_critic
 from colbench import (
-    VisionSpeaker,
     agent_messages,
+    complete_episode,
     critic_messages,
-    human_frontend_messages,
-    load_model,
-    load_speaker,
-    picture_inputs,
+    encode_prompt,
+    human_page_messages,
     read_episodes,
     read_tasks,
-    toy_page,
 )
 from collect import Process
+from speakers import load_speaker
+from speakers.interface import SpeakerSettings
+from speakers.local import load_model, pick_tokens, uniform_numbers
+from speakers.vision import (
+    Sight,
+    VisionSpeaker,
+    load_processor,
+    picture_inputs,
+    vision_value_class,
+)
+from toy.world import page_of
 
 # The structure of Qwen2-VL's template: a picture is a token of its own between two others
-TEMPLATE = "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}" \
-    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}" \
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}" \
-    "{{ '<end>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -41,128 +56,165 @@ def tiny_vision(tmp_path_factory):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = byte_tokenizer(TEMPLATE)
-    names = {f"{name}_token_id": f"<|{name}|>" for name in ("vision_start", "vision_end")} | {
-        f"{name}_token_id": f"<|{name}_pad|>" for name in ("image", "video")}
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<bos>", "<start>", "<stop>", *names.values()]})
-    text = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "initializer_range": 0.3}
+    tokens = {
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+    }
+    special = ["<bos>", "<start>", "<stop>", *tokens.values()]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "rope_parameters": rope,
+    }
+    vision = {
+        "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2,
+        "initializer_range": 0.3,
+    }
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(Qwen2VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}))
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids))
     folder = str(tmp_path_factory.mktemp("vision"))
-    for part in (model, tokenizer, Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=12 * 28 * 28)):
-        part.save_pretrained(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pictures = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=12 * 28 * 28)
+    pictures.save_pretrained(folder)
     return folder
 
 
 def png(colour, height=60):
-    import io
-
-    from PIL import Image
-
     stored = io.BytesIO()
     Image.new("RGB", (100, height), colour).save(stored, "PNG")
     return stored.getvalue()
 
 
 def conversation(shown="red", wanted="blue", words="what now?", height=60):
+    task = {"problem_description": "a page"}
     history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": words}]
-    return human_frontend_messages({"problem_description": "a page"}, history, shown and png(shown, height), png(wanted),
-                                   "Say what differs in {message}")
+    page = png(shown, height) if shown else None
+    return human_page_messages(task, history, page, png(wanted), "Say what differs in {message}")
 
 
 # -----------------------------------------------------------------------------
-# The human who looks at pages
+# The human of pages
+
+
+def vision_speaker(path, max_new_tokens, temperature=0.0, **settings):
+    return VisionSpeaker(path, SpeakerSettings(
+        temperature=temperature, max_new_tokens=max_new_tokens, **settings))
 
 
 def test_the_human_sees_both_pictures(tiny_vision):
-    speaker = VisionSpeaker(tiny_vision, max_new_tokens=24)
-    said = [speaker.speak([conversation(*colours)])[0] for colours in (("red", "blue"), ("green", "blue"), ("red", "white"))]
-    assert len(set(map(str, said))) == 3 and said[0] == speaker.speak([conversation()])[0]
+    speaker = vision_speaker(tiny_vision, 24)
+    answers = [speaker.speak([conversation(shown, wanted)])[0]
+               for shown, wanted in (("red", "blue"), ("green", "blue"), ("red", "white"))]
+    assert len({answer[0] for answer in answers}) == 3
+    assert answers[0] == speaker.speak([conversation()])[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_conversations_answered_together_are_answered_as_one_by_one(tiny_vision, temperature):
-    talks = [conversation(), conversation(None, "white", "a much longer message " * 4), conversation("green", height=300)]
-    together = VisionSpeaker(tiny_vision, temperature, 16).speak(talks, n=2, seeds=[5, 6, 7])
-    for number, talk in enumerate(talks):
-        alone = VisionSpeaker(tiny_vision, temperature, 16, batch_size=1).speak([talk], n=2, seeds=[5 + number])
-        assert alone == [together[number]] and (alone[0][0] == alone[0][1]) == (temperature == 0)
+    conversations = [
+        conversation(),
+        conversation(None, "white", "a much longer message " * 4),
+        conversation("green", height=300),
+    ]
+    speaker = vision_speaker(tiny_vision, 16, temperature)
+    together = speaker.speak(conversations, n=2, seeds=[5, 6, 7])
+    single = vision_speaker(tiny_vision, 16, temperature, batch_size=1)
+    for index, messages in enumerate(conversations):
+        alone = single.speak([messages], n=2, seeds=[5 + index])
+        assert alone == [together[index]]
+        assert (alone[0][0] == alone[0][1]) == (temperature == 0)
 
 
 def test_text_alone_is_answered_as_a_text_model_would(tiny_vision):
-    speaker = VisionSpeaker(tiny_vision, 1.0, 16)
-    talk = [{"role": "user", "content": "what is it?"}]
-    ids = torch.tensor([colbench.encode_prompt(speaker.processor.tokenizer, talk)])
-    uniform = colbench.uniform_numbers([3], 1, 16)
+    speaker = vision_speaker(tiny_vision, 16, temperature=1.0)
+    tokenizer = speaker.processor.tokenizer
+    messages = [{"role": "user", "content": "what is it?"}]
+    ids = torch.tensor([encode_prompt(tokenizer, messages)])
+    uniform = uniform_numbers([3], 1, 16)
     for step in range(16):
-        token = colbench.pick_tokens(speaker.model(input_ids=ids).logits[:, -1], uniform[:, step], 1.0)
+        logits = speaker.model(input_ids=ids).logits[:, -1]
+        token = pick_tokens(logits, uniform[:, step], 1.0)
         if token.item() in speaker.stops:
             break
         ids = torch.cat([ids, token[None]], 1)
-    expected = speaker.processor.tokenizer.decode(ids[0], skip_special_tokens=True)
-    assert expected.endswith(speaker.speak([talk], seeds=[3])[0][0].text)
+    expected = tokenizer.decode(ids[0], skip_special_tokens=True)
+    text = speaker.speak([messages], seeds=[3])[0][0].text
+    assert expected.endswith(text)
+    assert speaker.count_tokens([text, text]) == 2 * len(tokenizer.encode(text))
 
 
-def test_a_spelt_out_picture_token_is_only_left_out(tiny_vision):
-    speaker = VisionSpeaker(tiny_vision, max_new_tokens=8)
-    assert speaker.speak([conversation(words="what <|image_pad|>now<end>?")]) == speaker.speak([conversation()])
+def test_a_spelt_out_picture_token_is_only_removed(tiny_vision):
+    speaker = vision_speaker(tiny_vision, 8)
+    spelt_out = conversation(words="what <|image_pad|>now<end>?")
+    assert speaker.speak([spelt_out]) == speaker.speak([conversation()])
 
 
-def test_a_text_model_as_human_of_pages_is_refused_in_a_sentence_before_anything_is_played(tiny, tmp_path):
-    with pytest.raises(SystemExit, match="found a text-only model, expected a vision-language one"):
+def test_a_text_model_as_human_of_pages_is_refused_before_anything_is_played(tiny, tmp_path):
+    message = "found a text-only model, expected a vision-language one"
+    with pytest.raises(SystemExit, match=message):
         load_speaker(tiny(), "human", pictures=True)
-    done = run_script("collect.py", "--tasks", "toy:frontend:train", "--num_tasks", 1, "--agent", "scripted", "--human",
-                      tiny(), "--output", tmp_path / "episodes.jsonl", check=False)
-    assert done.returncode == 1 and "text-only" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "episodes.jsonl").exists()
+    output = tmp_path / "episodes.jsonl"
+    done = run_script("collect.py", "--tasks", "toy:frontend:train", "--num_tasks", 1,
+                      "--agent", "scripted", "--human", tiny(), "--output", output, check=False)
+    assert done.returncode == 1
+    assert "text-only" in done.stderr and "Traceback" not in done.stderr
+    assert not output.exists()
 
 
 @needs_chromium
 @pytest.mark.slow
 def test_collect_plays_with_a_human_who_looks_at_pages(tiny_vision, tmp_path):
-    run_script("collect.py", "--tasks", "toy:frontend:train", "--num_tasks", 2, "--samples_per_task", 1, "--agent", "scripted",
-               "--human", tiny_vision, "--max_turns", 3, "--reply_chars", 50, "--output", tmp_path / "episodes.jsonl")
-    episodes = read_episodes(tmp_path / "episodes.jsonl")
+    output = tmp_path / "episodes.jsonl"
+    run_script("collect.py", "--tasks", "toy:frontend:train", "--num_tasks", 2,
+               "--samples_per_task", 1, "--agent", "scripted", "--human", tiny_vision,
+               "--max_turns", 3, "--reply_chars", 50, "--output", output)
+    episodes = read_episodes(output)
     assert len(episodes) == 2 and not any(episode["error"] for episode in episodes)
     assert any(len(episode["dialogue_history"]) > 2 for episode in episodes)
 
 
 # -----------------------------------------------------------------------------
-# The critic who sees the reference page
+# The critic that sees the solution page
 
 MESSAGES = [{"role": "user", "content": "make a page ."}]
 
 
-def page_task(number=0, **changes):
-    task = read_tasks("toy:frontend:train", number + 1)[number]
+def page_task(index=0, **changes):
+    task = read_tasks("toy:frontend:train", index + 1)[index]
     choice = task["toy"]["wanted"] | changes
-    return task | {"ground_truth": toy_page(task["toy"]["topic"], choice)}
+    return task | {"ground_truth": page_of(task["toy"]["topic"], choice)}
 
 
 def page_episode(task, words, reward):
     """A dialogue whose agent turns are `words`; the last one is cut at the token limit."""
     history = [{"role": "user", "content": "make a page ."}]
-    for number, word in enumerate(words):
-        history.append({"role": "assistant", "content": word, "finished": number < len(words) - 1})
+    for index, word in enumerate(words):
+        finished = index < len(words) - 1
+        history.append({"role": "assistant", "content": word, "finished": finished})
         history.append({"role": "user", "content": "more <|image_pad|>"})
-    row = {"task": task, "dialogue_history": history[:-1], "reward": reward, "agent_prompt": "Draw."}
-    return colbench.complete_episode(row)
+    return complete_episode({
+        "task": task, "dialogue_history": history[:-1], "reward": reward, "agent_prompt": "Draw."})
 
 
 def save_critic(folder, tiny_vision, privileged):
-    """A checkpoint as train_critic.py writes it, with a head of known size; returns the model in memory."""
-    model = load_model(tiny_vision, auto_class=train_critic.vision_value_class(tiny_vision))
+    """A checkpoint as train_critic.py writes it, with a head of known size; returns its model."""
+    model = load_model(tiny_vision, auto_class=vision_value_class(tiny_vision))
     torch.manual_seed(1)
     torch.nn.init.normal_(model.score.weight)
     folder.mkdir()
-    flags = {"head": "value", "normalise": "turn", "privileged": privileged, "max_length": 2000, "model": tiny_vision}
+    flags = {"head": "value", "normalise": "turn", "privileged": privileged, "max_length": 2000,
+             "model": tiny_vision}
     (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
-    train_critic.save_checkpoint(folder, model, colbench.load_processor(tiny_vision), None, Process(0, 1, "cpu"))
+    processor = load_processor(tiny_vision)
+    train_critic.save_checkpoint(folder, model, processor, None, Process(0, 1, "cpu"))
     return model.eval()
 
 
@@ -175,31 +227,40 @@ def critic(tiny_vision, tmp_path_factory):
 
 
 @needs_chromium
-def test_a_turn_is_valued_by_the_head_on_the_mean_of_all_hidden_states_so_far(critic, tiny_vision):
+def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(critic):
     reopened, model = critic
+    sight = reopened.reader.sight
     task = page_task()
     episode = page_episode(task, ["one page", "another <|image_pad|>", "the last"], 0.5)
     scores = reopened.score_dialogue(episode)
-    view = agent_messages(task, [m | {"content": m["content"].replace("<|image_pad|>", "!")} for m in
-                                 episode["dialogue_history"]], "Draw.")
-    picture = reopened.sight.draw(task["ground_truth"])
-    inputs = picture_inputs(reopened.sight.processor, [critic_messages(task, view, picture=picture)])
+
+    plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
+             for message in episode["dialogue_history"]]
+    view = critic_messages(
+        task, agent_messages(task, plain, "Draw."), picture=sight.draw(task["ground_truth"]))
     with torch.no_grad():
-        hidden = model.model(**inputs).last_hidden_state[0]
-    row, _ = train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", 2000, reopened.sight)
-    ends = [max(place for place, turn in enumerate(row.turn_index) if turn == wanted) for wanted in range(3)]
-    means = torch.stack([hidden[:end + 1].mean(0) for end in ends])
-    assert scores == pytest.approx(model.score(means)[:, 0].tolist(), abs=1e-4) and len({round(s, 3) for s in scores}) == 3
+        inputs = picture_inputs(sight.processor, [view])
+        hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
+    row, _ = train_critic.dialogue_row(reopened.reader, episode)
+    means = []
+    for turn in range(3):
+        end = max(index for index, found in enumerate(row.turn_index) if found == turn)
+        means.append(hidden[:end + 1].mean(0))
+    expected = model.score(torch.stack(means))[:, 0].tolist()
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert len({round(score, 3) for score in scores}) == 3
 
 
 @needs_chromium
-def test_another_reference_page_changes_the_scores_and_other_candidates_do_not(critic):
+def test_another_solution_page_changes_the_scores_and_other_candidates_do_not(critic):
     reopened, _ = critic
+    white, dark = page_task(page="white"), page_task(page="dark")
     texts = ["a page", "another page", "a page"]
-    scores = reopened.score(page_task(page="white"), MESSAGES, texts, [True] * 3)
-    other = reopened.score(page_task(page="dark"), MESSAGES, texts, [True] * 3)
+    scores = reopened.score(white, MESSAGES, texts, [True] * 3)
     assert scores[0] == scores[2] != scores[1]
-    assert scores[1:] == [reopened.score(page_task(page="white"), MESSAGES, [text], [True])[0] for text in texts[1:]]
+    alone = [reopened.score(white, MESSAGES, [text], [True])[0] for text in texts[1:]]
+    assert scores[1:] == alone
+    other = reopened.score(dark, MESSAGES, texts, [True] * 3)
     assert all(abs(a - b) > 1e-4 for a, b in zip(scores, other, strict=True))
 
 
@@ -207,23 +268,27 @@ def test_another_reference_page_changes_the_scores_and_other_candidates_do_not(c
 def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic):
     reopened, _ = critic
     episode = page_episode(page_task(), ["one page", "another", "the last"], 0.5)
-    single = [reopened.score(episode["task"], messages, [episode["dialogue_history"][2 * turn + 1]["content"]], [turn < 2])[0]
-              for _, turn, messages in train_critic.states_of([episode])]
+    single = []
+    for _, turn, messages in train_critic.states_of([episode]):
+        text = episode["dialogue_history"][2 * turn + 1]["content"]
+        single += reopened.score(episode["task"], messages, [text], [turn < 2])
     assert reopened.score_dialogue(episode) == pytest.approx(single, abs=1e-4)
 
 
-def test_without_privileged_information_no_picture_is_drawn_or_seen(tiny_vision, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_critic, "Browser", None)
+def test_without_privileged_information_no_picture_is_drawn_or_seen(
+        tiny_vision, tmp_path, monkeypatch):
+    monkeypatch.setattr(speakers.vision, "Browser", None)
     save_critic(tmp_path / "blind", tiny_vision, "none")
     blind = train_critic.Critic(str(tmp_path / "blind"), "cpu")
     texts = ["a page", "b <|image_pad|>"]
-    scores = [blind.score(page_task(page=page), MESSAGES, texts, [True] * 2) for page in ("white", "dark")]
-    assert scores[0] == scores[1] and scores[0][0] != scores[0][1]
+    white, dark = (blind.score(page_task(page=page), MESSAGES, texts, [True] * 2)
+                   for page in ("white", "dark"))
+    assert white == dark and white[0] != white[1]
 
 
 def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_ones(tiny_vision):
-    model = load_model(tiny_vision, auto_class=train_critic.vision_value_class(tiny_vision))
-    inputs = picture_inputs(colbench.load_processor(tiny_vision), [MESSAGES])  # the page could not be drawn: words alone
+    model = load_model(tiny_vision, auto_class=vision_value_class(tiny_vision))
+    inputs = picture_inputs(load_processor(tiny_vision), [MESSAGES])  # as if no page was drawn
     assert "pixel_values" not in inputs
     model(**inputs).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -233,18 +298,23 @@ def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_o
 def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
     reopened, _ = critic
     episode = page_episode(page_task(), ["one page " * 20, "another", "the last"], 0.5)
-    whole, _ = train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", 2000, reopened.sight)
-    length = len(whole.ids)
-    row, dropped = train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", length - 1, reopened.sight)
-    image = reopened.model.config.image_token_id
+    whole, _ = train_critic.dialogue_row(reopened.reader, episode)
+    shorter = reopened.reader._replace(max_length=len(whole.ids) - 1)
+    row, dropped = train_critic.dialogue_row(shorter, episode)
     opening = whole.turn_index.index(0)
-    assert dropped == 1 and row.ids[:opening] == whole.ids[:opening] and row.ids[:opening].count(image) > 4
-    assert train_critic.dialogue_row(reopened.tokenizer, episode, "ground_truth", 20, reopened.sight)[0] is None
+    assert dropped == 1 and row.ids[:opening] == whole.ids[:opening]
+    assert row.ids[:opening].count(reopened.model.config.image_token_id) > 4
+    tiny_limit = reopened.reader._replace(max_length=20)
+    assert train_critic.dialogue_row(tiny_limit, episode)[0] is None
 
 
 def training_flags(episodes, model, output, *more):
-    return ["--episodes", episodes, "--model", model, "--output", output, "--head", "value", "--pairs", "all", "--lr", 3e-3,
-            "--batch_size", 4, "--epochs", 6, "--max_length", 2000, "--holdout", 0.3, *more]
+    flags = [
+        "--episodes", episodes, "--model", model, "--output", output, "--head", "value",
+        "--pairs", "all", "--lr", 3e-3, "--batch_size", 4, "--epochs", 6, "--max_length", 2000,
+        "--holdout", 0.3, *more,
+    ]
+    return [str(flag) for flag in flags]
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +322,11 @@ def page_episodes(tmp_path_factory):
     """Three tasks, each with three short dialogues: the words tell the outcome."""
     path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
     with open(path, "w") as file:
-        for number in range(3):
-            for sample, (word, reward) in enumerate((("red red", 0.9), ("blue blue", 0.1), ("blue", 0.2))):
-                episode = page_episode(page_task(number), [word] * (2 + sample), reward) | {"sample": sample}
-                file.write(json.dumps(episode) + "\n")
+        for index in range(3):
+            outcomes = (("red red", 0.9), ("blue blue", 0.1), ("blue", 0.2))
+            for sample, (word, reward) in enumerate(outcomes):
+                episode = page_episode(page_task(index), [word] * (2 + sample), reward)
+                file.write(json.dumps(episode | {"sample": sample}) + "\n")
     return path
 
 
@@ -265,35 +336,47 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
     output = tmp_path / "critic"
     done = run_script("train_critic.py", *training_flags(page_episodes, tiny_vision, output))
     lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
-    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05 and "holdout/accuracy" in done.stdout
-    scores = train_critic.Critic(str(output), "cpu").score(page_task(), MESSAGES, ["red red", "blue"], [True] * 2)
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05
+    assert "holdout/accuracy" in done.stdout
+    trained = train_critic.Critic(str(output), "cpu")
+    scores = trained.score(page_task(), MESSAGES, ["red red", "blue"], [True] * 2)
     assert scores[0] > scores[1]
 
 
 @needs_chromium
 @pytest.mark.slow
-def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(page_episodes, tiny_vision, tmp_path):
-    from safetensors.torch import load_file
-
-    for name, processes, more in (("one", 1, ()), ("two", 2, ("--checkpointing",)), ("micro", 1, ("--micro_batch_size", 3))):
-        run_script("train_critic.py", *training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more),
-                   processes=processes)
-    one, *others = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "micro"))
-    assert all(torch.allclose(other[name], value, atol=1e-5) for other in others for name, value in one.items())
+def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
+        page_episodes, tiny_vision, tmp_path):
+    runs = [("one", 1, []), ("two", 2, ["--checkpointing"]),
+            ("micro", 1, ["--micro_batch_size", 3])]
+    weights = []
+    for name, processes, more in runs:
+        flags = training_flags(
+            page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more)
+        run_script("train_critic.py", *flags, processes=processes)
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    one, *others = weights
+    for other in others:
+        for name, value in one.items():
+            assert torch.allclose(other[name], value, atol=1e-5), name
 
 
 @needs_chromium
-def test_training_goes_on_from_its_state_as_if_never_stopped(page_episodes, tiny_vision, tmp_path):
+def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny_vision, tmp_path):
     process = Process(0, 1, "cpu")
-    arguments = train_critic.parse_args([*map(str, training_flags(page_episodes, tiny_vision, tmp_path))])
-    arguments.max_norm, sight = float("inf"), train_critic.Sight(tiny_vision, "ground_truth")
+    sight = Sight(tiny_vision, "ground_truth")
+    reader = train_critic.Reader(sight.processor.tokenizer, "ground_truth", 2000, sight)
     groups = train_critic.group_by_task(read_episodes(page_episodes))
-    items, _ = train_critic.pair_items(sight.processor.tokenizer, groups, sorted(groups)[:1], arguments, "ground_truth", sight)
+    first_task = sorted(groups)[0]
+    pairs = train_critic.pair_episodes(groups[first_task], "all")
+    items, _ = train_critic.pair_items(reader, [pairs], "pair")
+    settings = train_critic.CriticSettings("value", "turn", beta=0.1, nll=0.01)
     models = []
     for stops in (False, True):
         model, optimizer = started(tiny_vision, process)
         for step in range(2):
-            (train_critic.critic_objective(model, items, arguments, "cpu")["train/loss"].mean()).backward()
+            metrics = train_critic.critic_objective(model, items, settings)
+            metrics["train/loss"].mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if stops and step == 0:
@@ -303,10 +386,12 @@ def test_training_goes_on_from_its_state_as_if_never_stopped(page_episodes, tiny
                 for group in optimizer.param_groups:
                     group["lr"] = 1e-3
         models.append(model)
-    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    whole, resumed = models
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def started(tiny_vision, process):
     torch.manual_seed(2)
-    model = train_critic.load_trainable(tiny_vision, process, train_critic.vision_value_class(tiny_vision))
+    model = train_critic.load_trainable(tiny_vision, process, vision_value_class(tiny_vision))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,0 +1,432 @@
+"""Draws web pages that a model wrote: one headless Chromium, driven over its DevTools pipe.
+
+    render(html) -> PNG of the full page, or PageError with the reason
+
+`DevTools` starts Chromium and talks to it; `Browser`, on top of it, draws pages that nobody trusts:
+  - script is off;
+  - no request leaves this machine: Tailwind's style sheet and placeholder pictures are answered
+    from here, every other request fails, and below that the network is closed by flags;
+  - files stay hidden, as a page is written into about:blank and not opened as a file;
+  - a page has limits of time, size and height, and whatever it does to Chromium ends with it:
+    after an error the next page gets a new Chromium.
+
+    we --descriptor 3--> Chromium    commands  {"id", "method", "params", "sessionId"}
+    we <--descriptor 4-- Chromium    answers   {"id", "result" or "error"}
+                                     events    {"method", "params"}
+
+Every message is JSON, closed by a zero byte. A session names the page that a command is meant for;
+a command without one is for Chromium itself.
+Protocol: https://chromedevtools.github.io/devtools-protocol
+
+This file needs the standard library alone and works alone:
+
+    with Browser() as browser:
+        png = browser.render("<html><body>Hello</body></html>")
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+PAGE_WIDTH, VIEW_HEIGHT, MAX_HEIGHT = 1280, 800, 4000  # pixels
+MAX_PAGE_CHARACTERS = 500_000
+START_SECONDS = 30
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM_FLAGS = [
+    "--headless",
+    "--remote-debugging-pipe",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-breakpad",
+    "--disable-dev-shm-usage",
+    # Browser answers or fails every request. These close the network for what never becomes a
+    # request there (preconnect, DNS prefetch): no host name resolves, and the proxy, for loopback
+    # addresses too, is a closed port.
+    "--proxy-server=127.0.0.1:1",
+    "--proxy-bypass-list=<-loopback>",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]
+# The shell gives Chromium our pipes as descriptors 3 and 4. It removes the profile in the end, even
+# if our process was killed, as Chromium quits when its pipe closes.
+CHROMIUM_SHELL = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$HOME"'
+
+TAILWIND_FILE = Path(__file__).parent / "tailwind-2.2.19.min.css.gz"
+TAILWIND_ADDRESS = re.compile(
+    r"https?://(cdn\.tailwindcss\.com|[^/]+/([^?#]*/)?tailwindcss(@(\^|%5E)?|/)2)"
+)
+PICTURE_HOST = re.compile(
+    r"https?://(fastly\.)?(picsum\.photos|source\.unsplash\.com|images\.unsplash\.com)/"
+)
+
+
+class PageError(Exception):
+    """A page that could not be rendered; the text is the reason."""
+
+
+def find_chromium():
+    """The path of Chromium: the environment variable CHROMIUM, else a known name on PATH."""
+    names = CHROMIUM_NAMES
+    if "CHROMIUM" in os.environ:
+        names = (os.environ["CHROMIUM"],)
+    for name in names:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise SystemExit(
+        f"found no program {' or '.join(names)}, expected Chromium to render pages with; "
+        "run `apt-get install chromium`, or set the environment variable CHROMIUM to its path"
+    )
+
+
+# -----------------------------------------------------------------------------
+# Chromium and its DevTools pipe
+
+
+class DevTools:
+    """One headless Chromium and the pipe to it. It ends with `close`, or with this process.
+
+        devtools = DevTools()
+        devtools.open_page()
+        devtools.call("Page.navigate", url="file:///tmp/page.html")
+        devtools.call("Runtime.evaluate", expression="1 + 1")["result"]["value"]
+
+    call          sends a command, handles the events that arrive meanwhile, returns the result
+    send          sends a command without waiting for its answer
+    wait          waits for one message
+    on_event      is called with each event {"method", "params"}; without it, `events` collects them
+    session       is the page that commands are for, None for Chromium itself
+    set_deadline  limits the time of all that follows; at first there is no limit
+
+    A failure of any kind is a PageError.
+    """
+
+    def __init__(self, flags=None, on_event=None):
+        """Start Chromium with these flags (default: CHROMIUM_FLAGS)."""
+        self.executable = find_chromium()
+        self.on_event = on_event
+        self.events = []
+        self.session = None
+        self.seconds, self.deadline = None, None
+        self._last_id = 0
+        self._received = bytearray()
+
+        self.profile = tempfile.mkdtemp(prefix="colbench-chromium-")
+        if flags is None:
+            flags = CHROMIUM_FLAGS
+        command = [self.executable, *flags, f"--user-data-dir={self.profile}"]
+        if os.geteuid() == 0:
+            command.append("--no-sandbox")  # Chromium refuses root with its sandbox
+        self.process = subprocess.Popen(
+            ["sh", "-c", CHROMIUM_SHELL, "sh", *command],
+            bufsize=0,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PATH": os.environ.get("PATH", os.defpath), "HOME": self.profile},
+        )
+        os.set_blocking(self.process.stdin.fileno(), False)
+
+    def close(self):
+        """End Chromium with all its children and remove its profile."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it ended by itself
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        shutil.rmtree(self.profile, ignore_errors=True)
+
+    def set_deadline(self, seconds):
+        """All that follows, until the next call of this method, takes at most so many seconds."""
+        self.seconds = seconds
+        self.deadline = time.monotonic() + seconds
+
+    def open_page(self, **options):
+        """Open a blank page, with options of Target.createTarget. Later commands are for it."""
+        self.session = None
+        target = self.call("Target.createTarget", url="about:blank", **options)["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
+
+    def call(self, method, **parameters):
+        """The result of a command. Events that arrive before it are handled first."""
+        command_id = self.send(method, **parameters)
+        while True:
+            message = self.wait()
+            if message.get("id") == command_id:
+                break
+        if "error" in message:
+            raise PageError(f"the browser refused {method}: {message['error'].get('message')}")
+        return message["result"]
+
+    def send(self, method, **parameters):
+        """Send a command and return its id; the answer is not waited for."""
+        self._last_id += 1
+        command_id = self._last_id
+        message = {"id": command_id, "method": method, "params": parameters}
+        if self.session:
+            message["sessionId"] = self.session
+        unsent = memoryview(json.dumps(message).encode() + b"\0")
+        while unsent:
+            self._wait_until_ready([], [self.process.stdin])
+            try:
+                written = os.write(self.process.stdin.fileno(), unsent)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise PageError("the browser crashed") from error
+            unsent = unsent[written:]
+        return command_id
+
+    def wait(self):
+        """Wait for one message and return it, after handling it if it is an event."""
+        while b"\0" not in self._received:
+            self._wait_until_ready([self.process.stdout], [])
+            data = os.read(self.process.stdout.fileno(), 1 << 20)
+            if not data:
+                raise PageError("the browser crashed")
+            self._received += data
+        text, _, self._received = self._received.partition(b"\0")
+        message = json.loads(text)
+        if "method" in message:
+            if self.on_event:
+                self.on_event(message)
+            else:
+                self.events.append(message)
+        return message
+
+    def _wait_until_ready(self, readable, writable):
+        if self.deadline is None:
+            select.select(readable, writable, [])
+            return
+        left = self.deadline - time.monotonic()
+        if left > 0:
+            readable, writable, _ = select.select(readable, writable, [], left)
+            if readable or writable:
+                return
+        raise PageError(f"the page took more than {self.seconds:g} seconds")
+
+
+# -----------------------------------------------------------------------------
+# Drawing pages that nobody trusts
+
+
+class Browser:
+    """Renders pages to PNG bytes. One Chromium draws many pages; it starts with the first one."""
+
+    def __init__(self, seconds_per_page=6.0, pages_per_start=200):
+        find_chromium()  # a missing Chromium is an error now, not at the first page
+        self.seconds_per_page = seconds_per_page
+        self.pages_per_start = pages_per_start
+        self.stylesheet = base64.b64encode(gzip.decompress(TAILWIND_FILE.read_bytes())).decode()
+        self.devtools = None
+        self.starts = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    @property
+    def process(self):
+        """The process of the running Chromium, None where none runs."""
+        return self.devtools.process if self.devtools else None
+
+    def render(self, html):
+        """The full page as PNG bytes; PageError says why there is none."""
+        if len(html) > MAX_PAGE_CHARACTERS:
+            raise PageError(
+                f"page of {len(html)} characters, at most {MAX_PAGE_CHARACTERS} are rendered"
+            )
+        if self.devtools is None or self.pages_left == 0:
+            self._start()
+        self.pages_left -= 1
+        self.devtools.set_deadline(self.seconds_per_page)
+        try:
+            if self.navigated:
+                # The page before tried to navigate. A delayed refresh would hit this one instead.
+                self._open_page()
+            return self._draw(html)
+        except PageError:
+            self.close()  # whatever the page did to Chromium ends here
+            raise
+
+    def picture(self, html):
+        """The PNG of a page, None where it could not be rendered."""
+        try:
+            return self.render(html)
+        except PageError:
+            return None
+
+    def close(self):
+        """End Chromium; the next page would start another one."""
+        if self.devtools:
+            self.devtools.close()
+            self.devtools = None
+
+    def _start(self):
+        self.close()
+        self.devtools = DevTools(CHROMIUM_FLAGS, self._handle_event)
+        self.devtools.set_deadline(START_SECONDS)
+        self.context = None
+        self.pages_left = self.pages_per_start
+        self.starts += 1
+        try:
+            self._open_page()
+        except PageError as error:
+            executable = self.devtools.executable
+            self.close()
+            raise SystemExit(
+                f"found that {executable} does not start ({error}), expected a headless Chromium; "
+                "try `chromium --headless --dump-dom about:blank` in a shell"
+            ) from error
+
+    def _open_page(self):
+        """A new page in a context of its own. It serves many documents, which share nothing.
+
+        Without script, a document leaves nothing behind for the next one.
+        """
+        devtools = self.devtools
+        self.navigated = False
+        devtools.session = None
+        if self.context:
+            devtools.call("Target.disposeBrowserContext", browserContextId=self.context)
+        self.context = devtools.call("Target.createBrowserContext")["browserContextId"]
+        devtools.open_page(browserContextId=self.context)
+        devtools.call("Page.enable")
+        devtools.call("Fetch.enable")
+        devtools.call("Emulation.setScriptExecutionDisabled", value=True)
+        devtools.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=PAGE_WIDTH,
+            height=VIEW_HEIGHT,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        self.frame = devtools.call("Page.getFrameTree")["frameTree"]["frame"]["id"]
+
+    def _draw(self, html):
+        devtools = self.devtools
+        self.loaded = False
+        # Written into the same blank document each time: Chromium then keeps the 3 MB style sheet
+        # parsed.
+        devtools.call("Page.setDocumentContent", frameId=self.frame, html=settled_page(html))
+        while not self.loaded:
+            devtools.wait()
+        height = devtools.call("Page.getLayoutMetrics")["cssContentSize"]["height"]
+        height = max(1, min(height, MAX_HEIGHT))
+        screenshot = devtools.call(
+            "Page.captureScreenshot",
+            clip={"x": 0, "y": 0, "width": PAGE_WIDTH, "height": height, "scale": 1},
+            format="png",
+            captureBeyondViewport=True,
+            optimizeForSpeed=True,
+        )
+        return base64.b64decode(screenshot["data"])
+
+    def _handle_event(self, event):
+        method, parameters = event["method"], event.get("params", {})
+        if method == "Fetch.requestPaused":
+            address = parameters["request"]["url"]
+            self._answer_request(parameters["requestId"], address, parameters["resourceType"])
+        elif method == "Inspector.targetCrashed":
+            raise PageError("the page crashed")
+        elif method == "Page.loadEventFired":
+            self.loaded = True
+        elif method in (
+            "Page.frameScheduledNavigation",
+            "Page.frameRequestedNavigation",
+            "Page.frameNavigated",
+        ):
+            self.navigated = True
+
+    def _answer_request(self, request, address, kind):
+        """Answer a page's request from our own files, or fail it. Only data: addresses pass."""
+        if TAILWIND_ADDRESS.match(address):
+            self._fulfil(request, "text/css", self.stylesheet)
+        elif PICTURE_HOST.match(address):
+            picture = base64.b64encode(placeholder_picture(address)).decode()
+            self._fulfil(request, "image/png", picture)
+        elif address.startswith("data:"):
+            self.devtools.send("Fetch.continueRequest", requestId=request)
+        else:
+            reason = "BlockedByClient"
+            if kind == "Document":
+                reason = "Aborted"  # leaves the page as it is; others show Chromium's error page
+            self.devtools.send("Fetch.failRequest", requestId=request, errorReason=reason)
+
+    def _fulfil(self, request, content_type, body):
+        fields = {
+            "Content-Type": content_type,
+            "Cache-Control": "max-age=31536000",
+            "Access-Control-Allow-Origin": "*",
+        }
+        self.devtools.send(
+            "Fetch.fulfillRequest",
+            requestId=request,
+            responseCode=200,
+            responseHeaders=[{"name": name, "value": value} for name, value in fields.items()],
+            body=body,
+        )
+
+
+def settled_page(html):
+    """The page without animations, with Tailwind's script replaced by its style sheet."""
+    link = r'<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
+    html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
+    html = re.sub(
+        r"<script[^>]+cdn\.tailwindcss\.com[^>]*>\s*</script>", link, html, flags=re.IGNORECASE
+    )
+    stop = "*,::before,::after{animation:none!important;transition:none!important}"
+    doctype = r"^\s*(<!doctype[^>]*>)?"
+    return re.sub(doctype, rf"\g<0><style>{stop}</style>", html, count=1, flags=re.IGNORECASE)
+
+
+def placeholder_picture(address):
+    """A PNG of the size that the address asks for, in one colour made from the address."""
+    # Sizes are written /300/200, /300x200, /300 (a square) or ?w=300&h=200.
+    path = re.sub(r"/id/\d+|/seed/[^/]+|/photo-[^?]*", "", address.split("//", 1)[-1])
+    size = re.search(r"/(\d+)(?:[/x](\d+))?", path)
+    if not size:
+        size = re.search(r"[?&]w=(\d+)(?:.*[?&]h=(\d+))?", address)
+    width, height = "800", "600"
+    if size:
+        width = size.group(1)
+        height = size.group(2) or width
+    width = max(1, min(int(width[:6]), 2000))
+    height = max(1, min(int(height[:6]), 2000))
+    digest = hashlib.sha256(address.encode()).digest()
+    colour = bytes(64 + byte // 2 for byte in digest[:3])
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, into a palette
+    pixels = zlib.compress(bytes((width + 1) * height), 9)  # each row has one byte more: its filter
+    chunks = [
+        png_chunk(b"IHDR", header),
+        png_chunk(b"PLTE", colour),
+        png_chunk(b"IDAT", pixels),
+        png_chunk(b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def png_chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

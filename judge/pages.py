@@ -1,0 +1,219 @@
+"""The reward of a web page: how similar its screenshot is to that of the solution's page.
+
+    grade_pages(tasks, answers, browser, clip) -> a Grade for each answer
+
+The page is cut out of the answer by the official rule (`extract_html`), both pages are drawn by
+judge/browser.py, and the screenshots are compared: by the cosine of their CLIP embeddings, which is
+the paper's reward (`ClipReward`), or without a model (`embedded_similarity`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+
+from judge.browser import PageError
+from judge.sandbox import Grade
+
+# -----------------------------------------------------------------------------
+# Pages in texts
+
+
+def official_addresses(text):
+    """The text with random pictures replaced by picsum's picture 48, as in the published tasks."""
+    picture = r"https://picsum.photos/id/48/\1/\2"
+    text = re.sub(r"https://source\.unsplash\.com/random/(\d+)x(\d+)/\?[\w=]+", picture, text)
+    return re.sub(r"https://picsum\.photos/(\d+)/(\d+)", picture, text)
+
+
+def extract_html(text):
+    """The official rule: a message's first <html> block, else its first <body> block, else ""."""
+    text = official_addresses(text or "")
+    for pattern in (r"<html.*?>.*?</html>", r"<body.*?>.*?</body>"):
+        block = re.search(pattern, text, re.DOTALL)
+        if block:
+            return block.group(0)
+    return ""
+
+
+def last_page(history):
+    """The last page that the agent showed, or the empty string."""
+    for entry in reversed(history):
+        if entry["role"] == "assistant":
+            page = extract_html(entry["content"])
+            if page:
+                return page
+    return ""
+
+
+def graded_page(answer, history):
+    """The page that counts: the answer's, or the last one shown if the answer holds none."""
+    return extract_html(answer) or last_page(history)
+
+
+# -----------------------------------------------------------------------------
+# The reward
+
+
+def grade_pages(tasks, answers, browser, clip=None):
+    """A Grade for each answer: its page against the solution. Without a page the reward is 0.
+
+    With clip=None the embedded similarity is used. Success is None: pages have no tests to pass.
+    """
+    grades = [None] * len(tasks)
+    indices, pictures, solutions = [], [], []  # of the answers that could be drawn
+    drawn = {}  # page of a solution -> its picture
+    for index, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
+        page = extract_html(answer)
+        solution = official_addresses(task["ground_truth"])
+        drawing = "page"
+        try:
+            if not page:
+                raise PageError("no page in the answer")
+            picture = browser.render(page)
+            drawing = "solution"
+            if solution not in drawn:
+                drawn[solution] = browser.render(solution)
+        except PageError as error:
+            grades[index] = Grade(0.0, None, {drawing: str(error)})
+            continue
+        indices.append(index)
+        pictures.append(picture)
+        solutions.append(drawn[solution])
+    if clip:
+        rewards = clip.similarities(pictures, solutions)
+    else:
+        pairs = zip(pictures, solutions, strict=True)
+        rewards = [embedded_similarity(picture, solution) for picture, solution in pairs]
+    for index, reward in zip(indices, rewards, strict=True):
+        grades[index] = Grade(reward, None, {"page": "rendered"})
+    return grades
+
+
+def open_picture(png):
+    """The PIL image of PNG bytes."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png)).convert("RGB")
+
+
+class ClipReward:
+    """Cosine of CLIP image embeddings: the paper's frontend reward.
+
+    crop="center" is what CLIP's processor does and what the official numbers are made with: of a
+    tall page only the middle square is compared. crop="pad" first pads a page with white to a
+    square, so that all of it counts.
+    """
+
+    def __init__(
+        self,
+        name="openai/clip-vit-base-patch32",
+        crop="center",
+        device=None,  # the GPU if there is one
+        batch_size=32,
+    ):
+        # The other processor needs torchvision and scales pictures a little differently.
+        import torch
+        from transformers import CLIPImageProcessorPil, CLIPModel
+
+        if crop not in ("center", "pad"):
+            raise ValueError(f"found crop={crop!r}, expected 'center' or 'pad'")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.model = CLIPModel.from_pretrained(name).to(device).eval()
+            self.processor = CLIPImageProcessorPil.from_pretrained(name)
+        except OSError as error:
+            raise SystemExit(
+                f"found no CLIP model {name} ({error}), expected its name or directory; download "
+                "it on a machine with network, or pass --clip none for the embedded similarity"
+            ) from error
+        self.crop = crop
+        self.device = device
+        self.batch_size = batch_size
+        self.embedded = {}  # digest of a solution's picture -> its embedding
+
+    def similarities(self, pictures, solutions):
+        """Cosine in [0, 1] of each screenshot with its solution's. A solution is embedded once."""
+        import torch
+
+        keys = [hashlib.sha256(png).digest() for png in solutions]
+        new = {}
+        for key, png in zip(keys, solutions, strict=True):
+            if key not in self.embedded:
+                new[key] = png
+        self.embedded.update(zip(new, self._embed(list(new.values())), strict=True))
+        if not pictures:
+            return []
+        ours = torch.stack(self._embed(pictures))  # [B, dimension], of length 1
+        wanted = torch.stack([self.embedded[key] for key in keys])
+        return (ours * wanted).sum(dim=1).clamp(0, 1).tolist()
+
+    def _embed(self, pictures):
+        import torch
+
+        embeddings = []
+        for start in range(0, len(pictures), self.batch_size):
+            batch = pictures[start:start + self.batch_size]
+            images = [self._cropped(open_picture(png)) for png in batch]
+            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
+            with torch.inference_mode():
+                outputs = self.model.vision_model(pixel_values=pixels.to(self.device))
+                projected = self.model.visual_projection(outputs.pooler_output)  # [B, dimension]
+                normalised = torch.nn.functional.normalize(projected.float(), dim=1)
+            embeddings += normalised.cpu().unbind()
+        return embeddings
+
+    def _cropped(self, image):
+        from PIL import ImageOps
+
+        if self.crop == "center":
+            return image  # the processor does it
+        side = max(image.size)
+        return ImageOps.pad(image, (side, side), color="white")
+
+
+def embedded_similarity(png_a, png_b):
+    """Similarity in [0, 1] of two screenshots without a model.
+
+    It is the mean of three agreements. Layout compares mean colours cell by cell, so a block of the
+    wrong colour or in the wrong position counts by its area. Detail compares contrast, which is
+    where text and edges are, so a blank page in the right colour is not half right. Colour compares
+    histograms, which forgives a block that only moved. Where one page is longer, they disagree.
+    """
+    import numpy
+
+    mean_a, contrast_a, colours_a = page_features(png_a)
+    mean_b, contrast_b, colours_b = page_features(png_b)
+    shared = min(len(mean_a), len(mean_b))  # rows of cells that both pages have
+    rows = max(len(mean_a), len(mean_b))
+
+    difference = numpy.abs(mean_a[:shared] - mean_b[:shared]).max(axis=2)
+    layout = numpy.clip(1 - 2 * difference, 0, 1).mean() * shared / rows
+
+    common = numpy.minimum(contrast_a[:shared], contrast_b[:shared]).sum()
+    either = contrast_a.sum() + contrast_b.sum() - common
+    detail = common / either if either > 1e-6 else 1.0
+
+    colour = numpy.minimum(colours_a, colours_b).sum()
+    return float(min(1.0, (layout + detail + colour) / 3))
+
+
+def page_features(png):
+    """Mean colour and contrast of each cell [rows, 64, 3], and the share of each of 64 colours.
+
+    A cell is a square of 20 pixels. The page is first scaled to a quarter: 5 pixels a cell.
+    """
+    import numpy
+    from PIL import Image
+
+    picture = open_picture(png)
+    rows = max(1, round(picture.height / 20))
+    picture = picture.resize((64 * 5, rows * 5), Image.Resampling.BOX)
+    pixels = numpy.asarray(picture)  # [rows * 5, 64 * 5, 3]
+    cells = pixels.reshape(rows, 5, 64, 5, 3).astype(numpy.float32) / 255
+    levels = pixels // 64  # four levels of each of red, green and blue
+    colours = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]
+    shares = numpy.bincount(colours.ravel(), minlength=64) / colours.size
+    return cells.mean(axis=(1, 3)), cells.std(axis=(1, 3)), shares

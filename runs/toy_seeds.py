@@ -1,0 +1,132 @@
+"""The table of all seeds of the embedded experiment, which runs/toy_seeds.sh has run.
+
+    python runs/toy_seeds.py runs/out/seeds
+
+Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
+Prints: a table to paste, and differences with 95 % intervals.
+Writes: runs/out/toy_seeds.json with success by seed, differences, the AUC of the critics'
+advantages against true credit, and success of best of N.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from colbench import read_episodes  # noqa: E402
+from evaluate import ScoreSettings, compare, lines_of, policy_table, score  # noqa: E402
+
+POLICIES = [
+    "base", "single_turn", "rft", "mtdpo", "sweet",
+    "sweet_no_privileged", "sweet_no_normalise", "sweet_value_head", "sweet_round2",
+    "sweet_any_gap", "sweet_any_gap_no_privileged",
+]
+PAIRS = [  # besides sweet - every other policy
+    ("rft", "base"),
+    ("mtdpo", "base"),
+    ("base", "single_turn"),
+    ("sweet_any_gap", "sweet_any_gap_no_privileged"),
+]
+CRITICS = {  # key of the table -> directory in that of a seed
+    "credit_auc": "critic",
+    "credit_auc_no_privileged": "sweet_no_privileged/critic",
+    "credit_auc_no_normalise": "sweet_no_normalise/critic",
+    "credit_auc_value_head": "sweet_value_head/critic",
+    "credit_auc_round2": "iterate/round2/critic",
+}
+BEST_OF_N = {"best_of_n": (1, 2, 4, 8, 16), "best_of_n_no_privileged": (8, 16)}
+
+
+def read_seeds(root):
+    """Policy name -> seed -> episodes, of the policies that were played."""
+    runs = {}
+    for name in POLICIES:
+        found = {}
+        for path in root.glob(f"[0-9]*/**/{name}.jsonl"):
+            seed = path.relative_to(root).parts[0]
+            found[seed] = read_episodes(path)
+        if found:
+            runs[name] = found
+    return runs
+
+
+def score_seeds(runs, names, seeds):
+    """evaluate.score of these policies on these seeds, as far as they were played."""
+    policies = {}
+    for name in names:
+        policies[name] = [runs[name][seed] for seed in sorted(seeds) if seed in runs[name]]
+    return score(policies, ScoreSettings(seed=0, draws=2000, leak_threshold=0.5))
+
+
+def differences(runs):
+    """Name -> difference in success and its interval, on the seeds that both policies have."""
+    pairs = [("sweet", name) for name in runs if name != "sweet"]
+    pairs += [(left, right) for left, right in PAIRS if left in runs and right in runs]
+    found = {}
+    for left, right in pairs:
+        seeds = runs[left].keys() & runs[right].keys()  # an ablation may have fewer seeds
+        _, values, task_draws = score_seeds(runs, [left, right], seeds)
+        comparison = compare(values[left], values[right], "success", task_draws)
+        found[f"{left} - {right}"] = comparison["difference"]
+    return found
+
+
+def credit_aucs(root, critic):
+    """For each seed, the last value of each `credit_auc/...` in the critic's metrics."""
+    found = []
+    for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl")):
+        last = {}
+        for line in path.read_text().splitlines():
+            metrics = json.loads(line)
+            last |= {key: value for key, value in metrics.items() if "credit_auc" in key}
+        found.append(last)
+    return found
+
+
+def best_of_n(root, name, counts):
+    """N -> success of each seed."""
+    seeds = []
+    for path in sorted(root.glob(f"[0-9]*/test/{name}/results.json")):
+        seeds.append(json.loads(path.read_text())["policies"])
+    table = {}
+    for n in counts:
+        table[n] = [policies[f"base-best-of-{n}"]["success_by_seed"][0] for policies in seeds]
+    return table
+
+
+def main(args):
+    runs = read_seeds(args.root)
+    results, _, _ = score_seeds(runs, list(runs), runs["base"])
+    print("\n".join(lines_of(policy_table(results), markdown=True)))
+
+    policies = results["policies"]
+    table = {name: entry["success_by_seed"] for name, entry in policies.items()}
+    table["differences"] = differences(runs)
+    table["mean"] = {name: entry["numbers"]["success"] for name, entry in policies.items()}
+    for name, number in table["differences"].items():
+        value, low, high = (100 * number[key] for key in ("value", "low", "high"))
+        print(f"{name}: {value:+.1f} [{low:+.1f}, {high:+.1f}]")
+    for name, critic in CRITICS.items():
+        aucs = credit_aucs(args.root, critic)
+        table[name] = [seed["credit_auc/all"] for seed in aucs]
+        table[f"{name}_by_kind"] = aucs
+    for name, counts in BEST_OF_N.items():
+        table[name] = best_of_n(args.root, name, counts)
+    args.output.write_text(json.dumps(table, indent=1) + "\n")
+    shown = ("credit_auc", "credit_auc_no_privileged", "best_of_n")
+    print({name: table[name] for name in shown})
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="directory with one directory for each seed")
+    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_seeds.json"),
+                        help="the table as JSON (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,37 @@
+"""Speakers: whoever answers conversations, as agent or as human. `load_speaker` is the door.
+
+speakers/interface.py states what a speaker is. Importing this package needs the standard library
+alone; torch and transformers are loaded only for a speaker that runs a model in this process.
+"""
+
+from speakers.interface import DEFAULT_SETTINGS
+from speakers.scripted import ScriptedSpeaker
+from speakers.server import ServerSpeaker
+
+
+def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
+    """The speaker that `spec` names, for `role` ("agent" or "human"; it matters if scripted).
+
+    spec       scripted or scripted:MANNER    the parties of the embedded worlds, without a model
+               http://host:port/v1            an OpenAI-compatible server
+               anything else                  a Hugging Face name or a checkpoint directory
+    pictures   whether conversations hold pictures, which a vision-language model must read
+    """
+    name, _, manner = spec.partition(":")
+    if name == "scripted":
+        return ScriptedSpeaker(role, manner)
+    if spec.startswith(("http://", "https://")):
+        return ServerSpeaker(spec, settings)
+    if not pictures:
+        from speakers.local import LocalSpeaker
+
+        return LocalSpeaker(spec, settings)
+
+    from speakers.vision import VisionSpeaker, sees_pictures
+
+    if not sees_pictures(spec):
+        raise SystemExit(
+            f"{spec}: found a text-only model, expected a vision-language one, since the {role} of"
+            " frontend tasks looks at pictures of pages; choose one such as"
+            " Qwen/Qwen2-VL-7B-Instruct, or a server of one")
+    return VisionSpeaker(spec, settings)

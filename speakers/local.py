@@ -1,0 +1,340 @@
+"""Language models in this process as speakers: loading, batched sampling, kept caches."""
+
+import dataclasses
+import functools
+import gc
+import os
+import sys
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+
+from colbench import UnnestedTemplate, derive_seed, encode_prompt, end_of_turn
+from speakers.attention import share_prompts
+from speakers.interface import DEFAULT_SETTINGS, Utterance
+
+# -----------------------------------------------------------------------------
+# The speaker
+
+
+@dataclasses.dataclass
+class KeptCache:
+    """What a model has read and written of one dialogue."""
+
+    ids: list  # token ids
+    layers: list  # for each layer the keys and values of these tokens, (H, T, D) and (H, T, D)
+
+
+@dataclasses.dataclass
+class Sample:
+    """One text in the making."""
+
+    tokens: list = dataclasses.field(default_factory=list)  # without the token that ends it
+    finished: bool = False  # whether the model ended it
+    cache: KeptCache | None = None  # once it has left the batch, if it is the prompt's only sample
+
+
+class LocalSpeaker:
+    """A transformers model that answers many conversations at once.
+
+    `keys` name the dialogues: the cache of a dialogue's last turn stays in `kept` until the next
+    call, so that a turn costs only its new tokens. Each sample draws from a random stream of its
+    own, so its text does not depend on the other conversations in the batch.
+    """
+
+    def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
+        self.device = settings.device or default_device()
+        if tokenizer is None:
+            tokenizer = load_tokenizer(path)
+        if model is None:
+            model = load_model(path, self.device, dtype=settings.dtype)
+        self.tokenizer, self.model = tokenizer, model.eval()
+        self.temperature = settings.temperature
+        self.max_new_tokens = settings.max_new_tokens
+        self.batch_size = settings.batch_size
+        self.stops = stop_tokens(self.model, tokenizer)
+        self.kept = {}  # dialogue key -> KeptCache
+
+    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        prompts = [encode_prompt(self.tokenizer, messages) for messages in conversations]
+        if seeds is None:
+            seeds = [0] * len(prompts)
+        previous, self.kept = self.kept, {}  # caches of dialogues that have ended go with this call
+        answers = [None] * len(prompts)
+        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        prompts_at_once = max(1, self.batch_size // n)
+        for start in range(0, len(prompts), prompts_at_once):
+            indices = by_length[start:start + prompts_at_once]
+            if keys is None:
+                caches = [None] * len(indices)
+            else:
+                caches = [previous.pop(keys[index], None) for index in indices]
+            batch_prompts = [prompts[index] for index in indices]
+            batch_seeds = [seeds[index] for index in indices]
+            samples = self._generate(batch_prompts, caches, n, batch_seeds)
+            for row, index in enumerate(indices):
+                own = samples[n * row:n * (row + 1)]
+                answers[index] = [self._utterance(sample) for sample in own]
+                if keys is not None:
+                    self.kept[keys[index]] = own[0].cache
+        return answers
+
+    def count_tokens(self, texts):
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+    @torch.inference_mode()
+    def _generate(self, prompts, caches, n, seeds):
+        """The Samples, n for each prompt. `caches` (one for each prompt, or None) is emptied."""
+        samples = [Sample() for _ in range(n * len(prompts))]
+        uniform = uniform_numbers(seeds, n, self.max_new_tokens)  # a row for each sample
+
+        cache, mask, logits = self._read(prompts, caches)
+        if n > 1:  # each prompt was read once, and its samples attend to it together
+            cache = share_prompts(self.model, cache, n)
+            mask = mask.repeat_interleave(n, 0)
+            logits = logits.repeat_interleave(n, 0)
+
+        live = list(range(len(samples)))  # row r of the batch is samples[live[r]]
+        for step in range(self.max_new_tokens):
+            picked = pick_tokens(logits, uniform[live, step], self.temperature).tolist()
+            for index, token in zip(live, picked, strict=True):
+                if token in self.stops:
+                    samples[index].finished = True
+                else:
+                    samples[index].tokens.append(token)
+
+            # Finished samples leave the batch at once; at the token limit, all do.
+            at_limit = step == self.max_new_tokens - 1
+            leaving = [row for row, index in enumerate(live)
+                       if at_limit or samples[index].finished]
+            if leaving:
+                if n == 1:
+                    for row in leaving:
+                        index = live[row]
+                        ids = prompts[index] + samples[index].tokens
+                        samples[index].cache = kept_cache(ids, cache, mask[row], row)
+                staying = [row for row in range(len(live)) if row not in leaving]
+                if not staying:
+                    break
+                live = [live[row] for row in staying]
+                picked = [picked[row] for row in staying]
+                rows = torch.tensor(staying, device=self.device)
+                cache.batch_select_indices(rows)
+                mask = mask[rows]
+
+            input_ids = torch.tensor(picked, device=self.device)[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
+            positions = mask.sum(1, keepdim=True) - 1
+            logits = self.model(
+                input_ids=input_ids, attention_mask=mask, position_ids=positions,
+                past_key_values=cache, use_cache=True).logits[:, -1]
+        return samples
+
+    def _read(self, prompts, caches):
+        """Prefill: a cache of all prompts, its mask (R, T), and the next token's logits (R, V).
+
+        Only tokens that no kept cache holds are computed. Kept and new tokens are both padded on
+        the left, so a row looks like this:
+
+            padding  kept tokens | padding  new tokens
+        """
+        counts = [0 if kept is None else common_prefix(ids, kept.ids)
+                  for ids, kept in zip(prompts, caches, strict=True)]  # tokens that are reused
+        new_ids = [ids[count:] for ids, count in zip(prompts, counts, strict=True)]
+        past = max(counts)
+        width = past + max(len(ids) for ids in new_ids)
+        mask = torch.zeros(len(prompts), width, dtype=torch.long, device=self.device)
+        input_ids = torch.zeros_like(mask)
+        for row, (ids, count) in enumerate(zip(new_ids, counts, strict=True)):
+            mask[row, past - count:past] = 1
+            mask[row, width - len(ids):] = 1
+            input_ids[row, width - len(ids):] = torch.tensor(ids, device=self.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = joined_cache(caches, counts)
+        logits = self.model(
+            input_ids=input_ids[:, past:], attention_mask=mask, position_ids=positions[:, past:],
+            past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return cache, mask, logits
+
+    def _utterance(self, sample):
+        text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+        return Utterance(text.strip(), sample.finished)
+
+
+# -----------------------------------------------------------------------------
+# Which tokens end a text, and how one is picked
+
+
+def stop_tokens(model, tokenizer):
+    """The ids of the tokens that end a text, as the checkpoint and the chat template say."""
+    ends = model.generation_config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [ends]
+    return {*ends, tokenizer.eos_token_id, closing_token(tokenizer)} - {None}
+
+
+def closing_token(tokenizer):
+    """The end-of-turn token where the template shows one, else the tokenizer's end of text."""
+    try:
+        return end_of_turn(tokenizer)[0]
+    except UnnestedTemplate:
+        return tokenizer.eos_token_id
+
+
+def uniform_numbers(seeds, n, length):
+    """The random numbers of n samples for each seed, (n x seeds, length); each has its stream."""
+    streams = []
+    for seed in seeds:
+        for index in range(n):
+            streams.append(numpy.random.default_rng(derive_seed(seed, index)).random(length))
+    return torch.from_numpy(numpy.stack(streams))
+
+
+def pick_tokens(logits, uniform, temperature):
+    """One token for each row by inverse transform sampling; temperature 0 is greedy.
+
+    logits (R, V), uniform (R,) in [0, 1) -> (R,)
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = (logits.double() / temperature).softmax(-1)
+    totals = probabilities.cumsum(-1)  # in float64: the sum of 128k float32 terms would lose mass
+    threshold = uniform.to(totals) * totals[:, -1]
+    return (totals <= threshold[:, None]).sum(-1)
+
+
+# -----------------------------------------------------------------------------
+# Kept caches
+
+
+def common_prefix(ids, kept_ids):
+    """How many leading tokens agree; the last of `ids` never counts, since it is read again."""
+    limit = min(len(ids) - 1, len(kept_ids))
+    for index in range(limit):
+        if ids[index] != kept_ids[index]:
+            return index
+    return limit
+
+
+def kept_cache(ids, cache, mask, row):
+    """The KeptCache of one row, without its padding. The model has not read the last token yet."""
+    columns = mask.nonzero().squeeze(1)
+    layers = [(layer.keys[row][:, columns], layer.values[row][:, columns])
+              for layer in cache.layers]
+    return KeptCache(ids[:len(columns)], layers)
+
+
+def joined_cache(caches, counts):
+    """A cache whose rows are the first counts[r] tokens of caches[r] (None where the count is 0).
+
+    It is a copy, made layer by layer. `caches` is emptied on the way, or all would be in memory
+    twice.
+    """
+    joined = transformers.DynamicCache()
+    if any(counts):
+        num_layers = next(len(kept.layers) for kept in caches if kept is not None)
+        for layer in range(num_layers):
+            keys, values = [], []
+            for kept in caches:
+                row_keys, row_values = (None, None) if kept is None else kept.layers[layer]
+                keys.append(row_keys)
+                values.append(row_values)
+            joined.update(left_padded(keys, counts), left_padded(values, counts), layer)
+            for kept in caches:
+                if kept is not None:
+                    kept.layers[layer] = None
+    caches.clear()
+    return joined
+
+
+def left_padded(states, counts):
+    """The first counts[r] positions of states[r] (H, T, D), padded on the left: (R, H, P, D)."""
+    example = next(state for state in states if state is not None)
+    heads, _, size = example.shape
+    length = max(counts)
+    padded = example.new_zeros(len(states), heads, length, size)
+    for row, (state, count) in enumerate(zip(states, counts, strict=True)):
+        if count:
+            padded[row, :, length - count:] = state[:, :count]
+    return padded
+
+
+# -----------------------------------------------------------------------------
+# Loading checkpoints
+
+
+def load_tokenizer(path):
+    transformers.logging.disable_progress_bar()
+    check_checkpoint(path)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: could not open the tokenizer ({error}); expected a Hugging Face"
+                         " name or directory") from None
+
+
+def check_checkpoint(path):
+    """Refuse a directory that is no checkpoint, or one whose training has not finished."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        if (folder / "run.json").is_file():
+            hint = "its training has not finished: give its command again"
+        else:
+            hint = "expected a checkpoint directory that from_pretrained opens"
+        raise SystemExit(f"{path}: found a directory without config.json; {hint}")
+    means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
+    if means_directory and not folder.is_dir():
+        raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
+                         " Face name")
+
+
+def default_device():
+    """Where to compute when torchrun has given this process no device."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@functools.cache
+def announce_device(device):
+    """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
+    if os.environ.get("RANK", "0") == "0":
+        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
+        print(f"computing on {device} ({name})", file=sys.stderr)
+
+
+def compute_dtype(device, dtype=None):
+    """The name of the type that models compute in: `dtype` if given, else by device."""
+    if dtype:
+        return dtype
+    return "float32" if str(device) == "cpu" else "bfloat16"
+
+
+def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, **options):
+    """A transformers model, from safetensors only; what cannot be opened is named."""
+    import safetensors
+
+    check_checkpoint(path)
+    # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
+    # plans anew for each length
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
+    announce_device(str(device))
+    gc.collect()  # frees what is left of an earlier model before the next one is loaded
+    try:
+        model, report = model_class.from_pretrained(
+            path, dtype=compute_dtype(device, dtype), use_safetensors=True,
+            output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
+        raise SystemExit(
+            f"{path}: could not open the model ({type(error).__name__}: {error}); expected a"
+            " complete checkpoint with safetensors weights; train it again or choose another"
+        ) from None
+    # a new value head has no weights yet
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("score."))
+    if missing or report["mismatched_keys"]:
+        first = missing[0] if missing else "a shape"
+        raise SystemExit(
+            f"{path}: weights do not fit config.json (first of them: {first}); expected a"
+            " checkpoint of one architecture; train it again or choose another")
+    return model.to(device)

@@ -1,0 +1,58 @@
+"""The scripted parties of the embedded worlds, as speakers. No model is needed."""
+
+import random
+
+from colbench import derive_seed
+from judge.sandbox import ANSWER_MARKER
+from speakers.interface import Utterance
+from toy.world import SCRIPTED
+
+
+class ScriptedSpeaker:
+    """The embedded worlds' own human, or their noisy demonstrator as agent.
+
+    `manner` chooses among several: `scripted:informed` is an agent that reads the solution.
+    Tasks of no embedded world have no script. For them the speaker says fixed lines, enough for a
+    dry run of the stages.
+    """
+
+    reads_history = True
+
+    def __init__(self, role, manner=""):
+        parties = {f"{a_role} {spec_of(a_manner)}" for _, a_role, a_manner in SCRIPTED}
+        party = f"{role} {spec_of(manner)}"
+        if party not in parties:
+            names = ", ".join(sorted(parties))
+            raise SystemExit(f"found the {party}, expected one of: {names}")
+        self.role, self.manner = role, manner
+
+    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        if seeds is None:
+            seeds = [0] * len(conversations)
+        answers = []
+        for messages, seed, task in zip(conversations, seeds, tasks, strict=True):
+            texts = [self._line(task, messages, derive_seed(seed, index)) for index in range(n)]
+            answers.append([Utterance(text, finished=True) for text in texts])
+        return answers
+
+    def count_tokens(self, texts):
+        return None  # there is no tokenizer
+
+    def _line(self, task, messages, seed):
+        if "toy" not in task:
+            return self._dry_run_line(messages)
+        script = SCRIPTED[task["domain"], self.role, self.manner]
+        dialogue = [message for message in messages if message["role"] != "system"]
+        return script(task, dialogue, random.Random(seed))
+
+    def _dry_run_line(self, messages):
+        if self.role == "human":
+            return "I do not know."
+        if any(message["role"] == "assistant" for message in messages):
+            return f"{ANSWER_MARKER} pass"
+        return "What else should I know?"
+
+
+def spec_of(manner):
+    """How --agent and --human name a manner."""
+    return f"scripted:{manner}" if manner else "scripted"

@@ -1,0 +1,446 @@
+"""The browser: what it draws, and what pages cannot do to it.
+
+Run: python -m pytest tests/test_browser.py
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from judge.browser import (
+    CHROMIUM_FLAGS,
+    MAX_HEIGHT,
+    MAX_PAGE_CHARACTERS,
+    Browser,
+    DevTools,
+    PageError,
+    find_chromium,
+    placeholder_picture,
+)
+from judge.pages import open_picture
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
+ROWS = DATA / "colbench_frontend_40.jsonl"
+TAILWIND = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
+LINK = f'<link href="{TAILWIND}" rel="stylesheet">'
+PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h1></body></html>'
+RED_500 = (239, 68, 68)
+WHITE = (255, 255, 255)
+
+
+def has_chromium():
+    try:
+        find_chromium()
+    except SystemExit:
+        return False
+    return True
+
+
+needs_chromium = pytest.mark.skipif(
+    not has_chromium(), reason="Chromium is not installed: apt-get install chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not has_chromium():
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with Browser(seconds_per_page=5) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def real_pages():
+    if not ROWS.exists():
+        pytest.skip(f"the real rows are not here: {ROWS}; set COLBENCH_DATA to their folder")
+    return [json.loads(line)["ground_truth"] for line in ROWS.read_text().splitlines()]
+
+
+def colour_at(png, x, y):
+    return open_picture(png).getpixel((x, y))
+
+
+# -----------------------------------------------------------------------------
+# Start and end
+
+
+@needs_chromium
+def test_the_browser_works_alone_in_a_new_interpreter():
+    code = (
+        "import json, sys\n"
+        "from judge.browser import Browser\n"
+        "with Browser() as browser:\n"
+        "    png = browser.render('<html><body>Hello</body></html>')\n"
+        "print(json.dumps([png[1:4].decode(), list(sys.modules)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    kind, loaded = json.loads(done.stdout)
+    assert kind == "PNG"
+    ours = {path.stem for path in ROOT.glob("*.py")} | {"speakers", "toy", "judge"}
+    assert {name for name in loaded if name.split(".")[0] in ours} == {"judge", "judge.browser"}
+    assert not {"torch", "numpy"} & set(loaded)
+
+
+def test_missing_chromium_is_one_sentence_that_says_how_to_install_it(monkeypatch):
+    monkeypatch.setenv("CHROMIUM", "/nowhere/chromium")
+    with pytest.raises(SystemExit, match="apt-get install chromium"):
+        Browser()
+
+
+def test_a_program_that_is_no_chromium_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setenv("CHROMIUM", shutil.which("true"))
+    with pytest.raises(SystemExit, match="does not start"):
+        Browser().render(PAGE)
+
+
+@needs_chromium
+def test_browser_restarts_after_its_share_of_pages():
+    with Browser(pages_per_start=2) as browser:
+        assert len({browser.render(PAGE) for _ in range(5)}) == 1
+        assert browser.starts == 3
+
+
+def group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@needs_chromium
+def test_chromium_and_its_profile_end_with_an_owner_that_is_killed(tmp_path):
+    code = (
+        "from judge.browser import Browser\n"
+        "browser = Browser()\n"
+        "browser.render('')\n"
+        "print(browser.process.pid, flush=True)\n"
+        "input()\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    group = int(owner.stdout.readline())
+    assert list(tmp_path.glob("colbench-chromium-*"))
+    owner.kill()
+    owner.communicate()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (list(tmp_path.iterdir()) or group_lives(group)):
+        time.sleep(0.1)
+    assert not list(tmp_path.glob("colbench-chromium-*"))
+    assert not group_lives(group)
+
+
+def test_a_killed_browser_costs_one_page(browser):
+    browser.render(PAGE)
+    os.killpg(browser.process.pid, 9)
+    assert browser.picture(PAGE) is None
+    assert browser.picture(PAGE) is not None
+
+
+@needs_chromium
+def test_devtools_runs_script_opens_files_and_collects_events(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<script>document.title = 'run'; throw Error('told')</script>")
+    devtools = DevTools()
+    try:
+        devtools.set_deadline(30)
+        devtools.open_page()
+        devtools.call("Page.enable")
+        devtools.call("Runtime.enable")
+        devtools.call("Page.navigate", url=f"file://{page}")
+        while not any(event["method"] == "Page.loadEventFired" for event in devtools.events):
+            devtools.wait()
+        title = devtools.call("Runtime.evaluate", expression="document.title", returnByValue=True)
+        assert title["result"]["value"] == "run"
+        assert "Runtime.exceptionThrown" in {event["method"] for event in devtools.events}
+        with pytest.raises(PageError, match=r"refused No\.such"):
+            devtools.call("No.such")
+        devtools.set_deadline(0.2)
+        with pytest.raises(PageError, match=r"took more than 0\.2 seconds"):
+            devtools.call(
+                "Runtime.evaluate", expression="new Promise(() => 0)", awaitPromise=True
+            )
+    finally:
+        devtools.close()
+    assert not os.path.exists(devtools.profile)
+
+
+# -----------------------------------------------------------------------------
+# What is drawn
+
+
+def test_tailwind_styles_apply_from_every_address_it_is_known_by(browser):
+    cdnjs = "https://cdnjs.cloudflare.com/ajax/libs/tailwindcss/2.2.19/tailwind.min.css"
+    unpkg = "https://unpkg.com/tailwindcss@^2/dist/tailwind.min.css"
+    links = [
+        LINK,
+        f'<link rel="stylesheet" href="{unpkg}">',
+        '<script src="https://cdn.tailwindcss.com"></script>',
+        f"<link rel=stylesheet href='{cdnjs}'>",
+    ]
+    for link in links:
+        png = browser.render(f'<html>{link}<body class="bg-red-500"></body></html>')
+        assert colour_at(png, 5, 5) == RED_500
+
+
+@pytest.mark.parametrize(
+    "address, size",
+    [
+        ("https://picsum.photos/id/48/300/200", (300, 200)),
+        ("https://picsum.photos/1600/400-decor", (1600, 400)),
+        ("https://picsum.photos/250", (250, 250)),
+        ("https://source.unsplash.com/random/320x240/?cat", (320, 240)),
+        ("https://images.unsplash.com/photo-15123-ab?w=640&h=480", (640, 480)),
+        ("https://picsum.photos/99999999/0", (2000, 1)),
+    ],
+)
+def test_placeholder_pictures_have_the_size_asked_for_within_caps(address, size):
+    pillow = pytest.importorskip("PIL.Image")
+    picture = pillow.open(io.BytesIO(placeholder_picture(address)))
+    assert picture.size == size
+    assert picture.convert("RGB").getpixel((0, 0)) != (0, 0, 0)
+
+
+def test_pictures_of_a_page_are_drawn(browser):
+    picture = '<img src="https://picsum.photos/id/48/300/200" style="display:block">'
+    png = browser.render(f'<html><body style="margin:0">{picture}</body></html>')
+    assert colour_at(png, 299, 199) != WHITE
+    assert colour_at(png, 301, 199) == WHITE
+
+
+def test_tall_pages_are_whole_up_to_the_cap(browser):
+    pages = [f'<body style="height:{height}px;margin:0">' for height in (2000, 10**9)]
+    sizes = [open_picture(browser.picture(page)).size for page in pages]
+    assert sizes == [(1280, 2000), (1280, MAX_HEIGHT)]
+
+
+def test_a_page_has_the_same_pixels_in_any_order_and_in_another_browser(browser, real_pages):
+    def digests(renderer, pages):
+        return [hashlib.sha256(renderer.picture(page)).hexdigest() for page in pages]
+
+    pages = real_pages[:10]
+    first = digests(browser, pages)
+    backwards = digests(browser, pages[::-1])
+    with Browser() as other:
+        elsewhere = digests(other, pages)
+    assert first == backwards[::-1] == elsewhere
+    assert len(set(first)) == 10
+
+
+def test_animated_pages_are_drawn_at_rest(browser):
+    box = '<div class="animate-pulse animate-spin h-96 w-64 bg-red-500"></div>'
+    page = f"<html>{LINK}<body>{box}</body></html>"
+    assert browser.render(page) == browser.render(page)
+
+
+def test_odd_text_is_rendered(browser):
+    odd = ("", "\ud800 half a pair", "<html>\0 zero</html>", "<!doctype html><p>\u2028 \U0001f600")
+    for html in odd:
+        assert open_picture(browser.render(html)).size == (1280, 800)
+
+
+# -----------------------------------------------------------------------------
+# Hostile pages
+
+
+def test_script_never_runs(browser):
+    attack = "document.body.style.background='red'"
+    page = f'<html><body onload="{attack}"><script>{attack}</script></body></html>'
+    assert colour_at(browser.render(page), 5, 5) == WHITE
+
+
+class Listener:
+    """A loopback server that remembers whether anything ever connected."""
+
+    def __enter__(self):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket.settimeout(0.2)
+        self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
+        self.visits = []
+        self.open = True
+        self.thread = threading.Thread(target=self.listen)
+        self.thread.start()
+        return self
+
+    def listen(self):
+        while self.open:
+            try:
+                visitor, _ = self.socket.accept()
+            except TimeoutError:
+                continue
+            self.visits.append(visitor.recv(1000))
+            visitor.close()
+
+    def __exit__(self, *_):
+        self.open = False
+        self.thread.join()
+        self.socket.close()
+
+
+HOSTILE = [
+    '<img src="{0}/a"><video src="{0}/b"></video><object data="{0}/c"></object><embed src="{0}/d">',
+    '<iframe src="{0}/a"></iframe><iframe srcdoc="<img src={0}/b>"></iframe>',
+    '<iframe src="data:text/html,<img src={0}/c>"></iframe>'
+    '<frameset><frame src="{0}/a"></frameset>',
+    '<meta http-equiv="refresh" content="0;url={0}/a">',
+    '<link rel=preconnect href="{0}"><link rel=dns-prefetch href="{0}">'
+    '<link rel=prefetch href="{0}/a">',
+    '<link rel=preload as=image href="{0}/a"><link rel=prerender href="{0}/b">'
+    '<link rel=icon href="{0}/c">',
+    '<link rel=manifest href="{0}/d"><link rel=modulepreload href="{0}/e">',
+    '<style>@import "{0}/a"; body{{background:url({0}/b)}}'
+    " @font-face{{font-family:f;src:url({0}/c)}}</style>",
+    '<form action="{0}/a"><input type=image src="{0}/b" autofocus></form>'
+    '<base href="{0}/"><img src=rel>',
+    '<svg><image href="{0}/a"/><use href="{0}/b#c"/></svg><script src="{0}/d"></script>',
+    '<script>new WebSocket("{0}".replace("http","ws")); fetch("{0}/f"); location="{0}/g"</script>',
+    '<audio src="{0}/h" autoplay></audio><a ping="{0}/p" href="{0}">x</a>'
+    '<portal src="{0}"></portal>',
+]
+
+
+def attack(browser, address):
+    """Render every hostile page aimed at the address; how many requests the pages tried."""
+    tried = []
+    answer_request = browser._answer_request
+
+    def counted(request, url, kind):
+        tried.append(url)
+        answer_request(request, url, kind)
+
+    browser._answer_request = counted
+    for page in HOSTILE:
+        attacks = page.format(address)
+        browser.picture(f"<html><body>{attacks}<p style='font-family:f'>x</body></html>")
+    time.sleep(0.5)
+    return len(tried)
+
+
+@needs_chromium
+def test_hostile_pages_reach_neither_loopback_nor_the_outside():
+    with Listener() as listener, Browser() as browser:
+        localhost = listener.address.replace("127.0.0.1", "localhost")
+        for address in (listener.address, localhost, "example.org"):
+            assert attack(browser, f"http://{address}") > 10
+        assert browser.starts == 1
+    assert listener.visits == []
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("open_network", [False, True])
+def test_flags_close_the_network_where_requests_pass_and_without_them_the_attacks_arrive(
+    monkeypatch, open_network
+):
+    def let_through(browser, request, address, kind):
+        browser.devtools.send("Fetch.continueRequest", requestId=request)
+
+    monkeypatch.setattr(Browser, "_answer_request", let_through)
+    if open_network:
+        others = [flag for flag in CHROMIUM_FLAGS if "proxy" not in flag and "resolver" not in flag]
+        monkeypatch.setattr("judge.browser.CHROMIUM_FLAGS", others)
+    with Listener() as listener, Browser(seconds_per_page=3) as browser:
+        attack(browser, f"http://{listener.address}")
+    assert bool(listener.visits) == open_network
+
+
+def test_pages_do_not_show_files_of_this_machine(browser, tmp_path):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(placeholder_picture("https://picsum.photos/1280/800"))
+    colour = colour_at(secret.read_bytes(), 0, 0)
+    address = f"file://{secret}"
+    pages = [
+        f'<body style="margin:0"><img src="{address}"><iframe src="{address}"></iframe></body>',
+        f'<body style="background:url({address})"><object data="{address}"></object></body>',
+        f'<html><meta http-equiv=refresh content="0;{address}"><embed src="{address}"></html>',
+    ]
+    for page in pages:
+        colours = open_picture(browser.render(page)).getcolors(1 << 24)
+        assert colour not in {seen for _, seen in colours}
+
+
+def test_a_page_that_leaves_later_does_not_change_the_next_one(browser):
+    wanted = browser.render(PAGE)
+    refresh = '<meta http-equiv="refresh" content="1;url=about:blank">'
+    browser.render(f"<html>{refresh}<body>first</body></html>")
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        assert browser.render(PAGE) == wanted
+
+
+def billion_rectangles():
+    groups = [f'<g id="g{i}">' + f'<use href="#g{i + 1}"/>' * 10 + "</g>" for i in range(9)]
+    return f'<svg>{"".join(groups)}<g id="g9"><rect width="1" height="1"/></g></svg>'
+
+
+def test_bombs_cost_their_own_limit_only(browser):
+    boxes = "<div style='display:inline-grid;float:left;columns:3'>" * 30_000
+    bombs = [
+        f"<html>{boxes}</html>",
+        "<html><body>" + "x" * MAX_PAGE_CHARACTERS + "</body></html>",
+        billion_rectangles(),
+    ]
+    for bomb in bombs:
+        start = time.monotonic()
+        browser.picture(bomb)
+        assert time.monotonic() - start < browser.seconds_per_page + 4
+        assert colour_at(browser.render(PAGE), 5, 5) == RED_500
+
+
+# -----------------------------------------------------------------------------
+# Speed
+
+
+def draw_in_a_process(page, folder, name):
+    """A screenshot as an ordinary command line of Chromium makes it."""
+    path = folder / "page.html"
+    path.write_text(page)
+    flags = [flag for flag in CHROMIUM_FLAGS if flag != "--remote-debugging-pipe"]
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as profile:
+        flags += ["--no-sandbox", f"--user-data-dir={profile}", "--window-size=1280,800"]
+        subprocess.run(
+            [find_chromium(), *flags, f"--screenshot={folder}/{name}.png", f"file://{path}"],
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=60,
+            check=True,
+        )
+    assert (folder / f"{name}.png").exists()
+
+
+@pytest.mark.slow
+def test_one_browser_is_three_times_as_fast_as_a_process_per_page(browser, real_pages, tmp_path):
+    pages = real_pages[:6]
+    browser.render(pages[0])
+    start = time.monotonic()
+    for page in pages:
+        browser.picture(page)
+    pooled = time.monotonic() - start
+    start = time.monotonic()
+    for index, page in enumerate(pages):
+        draw_in_a_process(page, tmp_path, index)
+    single = time.monotonic() - start
+    print(
+        f"\npages a second: one browser {6 / pooled:.1f}, a process each {6 / single:.1f},"
+        f" x{single / pooled:.1f}"
+    )
+    assert single > 3 * pooled

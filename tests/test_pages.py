@@ -1,0 +1,276 @@
+"""Pages as tasks and answers: extraction, WebSight, similarities, the human's view.
+
+Run: python -m pytest tests/test_pages.py
+"""
+
+import base64
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from colbench import (
+    DOMAINS,
+    RefereeSettings,
+    human_page_messages,
+    main,
+    open_referee,
+    read_tasks,
+    websight,
+)
+from judge.browser import Browser, find_chromium, placeholder_picture
+from judge.pages import (
+    ClipReward,
+    embedded_similarity,
+    extract_html,
+    grade_pages,
+    graded_page,
+    last_page,
+    official_addresses,
+)
+from judge.sandbox import Grade
+from speakers.vision import local_images
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
+ROWS = DATA / "colbench_frontend_40.jsonl"
+TAILWIND = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
+LINK = f'<link href="{TAILWIND}" rel="stylesheet">'
+PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h1></body></html>'
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        find_chromium()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    with Browser(seconds_per_page=5) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def real_pages():
+    if not ROWS.exists():
+        pytest.skip(f"the real rows are not here: {ROWS}; set COLBENCH_DATA to their folder")
+    return [json.loads(line)["ground_truth"] for line in ROWS.read_text().splitlines()]
+
+
+# -----------------------------------------------------------------------------
+# Extraction and WebSight
+
+
+def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
+    history = [
+        {"role": "user", "content": "a page"},
+        {"role": "assistant", "content": "<html>1</html>"},
+        {"role": "user", "content": "<html>2</html>"},
+        {"role": "assistant", "content": "no page"},
+    ]
+    assert graded_page("so: <html>3</html>", history) == "<html>3</html>"
+    assert graded_page("no page", history) == "<html>1</html>"
+    assert last_page(history) == "<html>1</html>"
+    assert graded_page(None, history[:1]) == ""
+
+
+def test_first_html_block_wins_over_body_and_nothing_gives_the_empty_string():
+    text = "a <body>0</body> <html lang=x>1\n</html> b <html>2</html>"
+    assert extract_html(text) == "<html lang=x>1\n</html>"
+    assert extract_html("a <body>1</body> b") == "<body>1</body>"
+    assert extract_html("no page, <html> never closed") == ""
+    assert extract_html(None) == ""
+
+
+@pytest.mark.parametrize(
+    "address, pinned",
+    [
+        (
+            "https://source.unsplash.com/random/300x200/?cat=1",
+            "https://picsum.photos/id/48/300/200",
+        ),
+        ("https://picsum.photos/40/50", "https://picsum.photos/id/48/40/50"),
+        ("https://picsum.photos/id/7/1/2", "https://picsum.photos/id/7/1/2"),
+    ],
+)
+def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned):
+    assert official_addresses(f"{address} and {address}") == f"{pinned} and {pinned}"
+
+
+def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, monkeypatch):
+    monkeypatch.setattr("colbench.WEBSIGHT_TRAIN", 2)
+    rows = []
+    for index in range(3):
+        text = "https://picsum.photos/4/5"
+        rows.append({"llm_generated_idea": f"idea {index}", "text": text, "image": None})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paths = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    websight(tmp_path / "rows.jsonl", *paths)
+    train, test = ([json.loads(line) for line in open(path)] for path in paths)
+    assert [task["problem_description"] for task in train] == ["idea 0", "idea 1"]
+    assert [task["problem_description"] for task in test] == ["idea 2"]
+    assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
+
+
+def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "no idea"}')
+    with pytest.raises(SystemExit, match="line 1: .*'llm_generated_idea'"):
+        websight(tmp_path / "rows.jsonl", tmp_path / "train.jsonl")
+    with pytest.raises(SystemExit, match="no such file"):
+        websight(tmp_path / "none.jsonl", tmp_path / "train.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_pages_have_no_tests_to_check_and_are_not_mixed_with_functions():
+    with pytest.raises(SystemExit, match="expected backend tasks"):
+        main(["check", "toy:frontend:train"])
+    tasks = read_tasks("toy:frontend:test", 1) + read_tasks("toy:backend:test", 1)
+    with pytest.raises(SystemExit, match="expected one domain"):
+        open_referee(tasks, RefereeSettings())
+
+
+# -----------------------------------------------------------------------------
+# Similarities and grades
+
+
+def test_embedded_similarity_ranks_graded_edits_and_is_one_for_the_same_page(browser, real_pages):
+    picture = '<img src="https://picsum.photos/id/48/300/200">'
+    line = "<p>One more line.</p>"
+    heading = f"<h1 class='text-6xl p-8'>More</h1>{picture}"
+    block = f"<div class='bg-black h-96'></div>{picture * 8}"
+    other = f"<body class='bg-purple-900'><div class='h-96'></div>{picture * 40}</body>"
+    for page in real_pages[:6]:
+        edits = [
+            page,
+            page.replace("</body>", f"{line}</body>"),
+            page.replace("</body>", f"{heading}</body>"),
+            page.replace("</body>", f"{block}</body>"),
+            f"<html>{LINK}{other}</html>",
+        ]
+        pngs = [browser.picture(edit) for edit in edits]
+        scores = [embedded_similarity(pngs[0], png) for png in pngs]
+        assert scores[0] == 1.0
+        assert scores == sorted(scores, reverse=True)
+        assert scores[1] > scores[3] > scores[4] >= 0
+        assert scores[2] == pytest.approx(embedded_similarity(pngs[2], pngs[0]))
+
+
+def test_a_blank_page_is_far_from_every_real_page(browser, real_pages):
+    blank = browser.render("<html></html>")
+    pictures = [browser.picture(page) for page in real_pages[:10]]
+    assert max(embedded_similarity(blank, picture) for picture in pictures) < 0.7
+
+
+def test_answers_without_a_page_score_zero_and_say_so(browser):
+    task = {"ground_truth": PAGE}
+    too_long = "<html>" + "x" * 10**6 + "</html>"
+    grades = grade_pages([task] * 3, ["no page", too_long, PAGE], browser)
+    assert grades[0] == Grade(0.0, None, {"page": "no page in the answer"})
+    assert grades[1].reward == 0.0
+    assert "characters" in grades[1].reasons["page"]
+    assert grades[2] == Grade(1.0, None, {"page": "rendered"})
+    assert grade_pages([task], [PAGE], browser) == grades[2:]
+
+
+def test_a_solution_that_cannot_be_drawn_is_named_as_the_reason(browser):
+    task = {"ground_truth": "x" * 10**6}
+    (grade,) = grade_pages([task], [PAGE], browser)
+    assert grade.reward == 0.0
+    assert "characters" in grade.reasons["solution"]
+
+
+@pytest.fixture(scope="module")
+def tiny_clip(tmp_path_factory):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = transformers.CLIPConfig(
+        text_config={**size, "vocab_size": 100},
+        vision_config={**size, "image_size": 64, "patch_size": 16},
+    )
+    processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}
+    )
+    folder = tmp_path_factory.mktemp("clip")
+    transformers.CLIPModel(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def tall_page(last_colour):
+    from PIL import Image
+
+    image = Image.new("RGB", (100, 400), "white")
+    image.paste(last_colour, (0, 340, 100, 400))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_clip_batches_equal_single_pages_and_solutions_are_embedded_once(tiny_clip):
+    clip = ClipReward(tiny_clip, batch_size=2)
+    addresses = [f"https://picsum.photos/{width}/90" for width in (60, 90, 120)]
+    pictures = [placeholder_picture(address) for address in addresses]
+    together = clip.similarities(pictures, [pictures[0]] * 3)
+    assert together[0] == pytest.approx(1.0, abs=1e-5)
+    assert len(clip.embedded) == 1
+    alone = [clip.similarities([picture], [pictures[0]])[0] for picture in pictures]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert clip.similarities([], []) == []
+
+
+def test_only_padding_sees_the_end_of_a_tall_page(tiny_clip):
+    pages = [tall_page("red")], [tall_page("blue")]
+    (centre,) = ClipReward(tiny_clip, crop="center").similarities(*pages)
+    (padded,) = ClipReward(tiny_clip, crop="pad").similarities(*pages)
+    assert centre == pytest.approx(1.0, abs=1e-6)
+    assert padded < 0.9999
+
+
+def test_an_unknown_crop_is_refused(tiny_clip):
+    with pytest.raises(ValueError, match="'center' or 'pad'"):
+        ClipReward(tiny_clip, crop="centre")
+
+
+def test_missing_clip_is_one_sentence(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit, match="--clip none"):
+        ClipReward(tmp_path / "nothing")
+
+
+# -----------------------------------------------------------------------------
+# The human's view
+
+
+def parts_of(message, kind):
+    return [part for part in message["content"] if part["type"] == kind]
+
+
+def test_human_sees_the_solutions_picture_but_none_of_its_html():
+    task = {"problem_description": "a {page}", "ground_truth": PAGE}
+    png = placeholder_picture("https://picsum.photos/4/5")
+    prompt = DOMAINS["frontend"].human_prompt
+    history = [
+        {"role": "user", "content": "a page"},
+        {"role": "assistant", "content": "see {x} " + PAGE},
+    ]
+    messages = human_page_messages(task, history, png, png, prompt)
+    (message,) = messages
+    text = json.dumps(parts_of(message, "text"))
+    assert "a {page}" in text
+    assert "see {x}" in text
+    assert "bg-red-500" not in text
+    addresses = [part["image_url"]["url"] for part in parts_of(message, "image_url")]
+    assert [base64.b64decode(address.split(",")[1]) for address in addresses] == [png, png]
+    (local,) = local_images(messages)
+    assert [part["image"].size for part in parts_of(local, "image")] == [(4, 5)] * 2
+
+    (no_page,) = human_page_messages(task, history[:1], None, png, prompt)
+    assert len(parts_of(no_page, "image_url")) == 1

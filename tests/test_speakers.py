@@ -1,0 +1,205 @@
+"""Speakers in this process: local models and scripts. Run: pytest tests/test_speakers.py"""
+
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from conftest import ROOT, UNNESTED, byte_tokenizer, tiny_model
+
+import speakers.local
+from colbench import encode_prompt, read_tasks
+from judge.sandbox import ANSWER_MARKER
+from speakers import load_speaker
+from speakers.interface import SpeakerSettings, Utterance
+from speakers.local import LocalSpeaker, pick_tokens, uniform_numbers
+
+# -----------------------------------------------------------------------------
+# The local speaker
+
+
+def speaker(template="llama3", family="llama", **settings):
+    settings = SpeakerSettings(**{"max_new_tokens": 12, "device": "cpu"} | settings)
+    tokenizer = byte_tokenizer(template)
+    return LocalSpeaker("tiny", settings, tiny_model(tokenizer, family), tokenizer)
+
+
+CONVERSATIONS = [
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "word " * length}]
+    for length in (9, 1, 30, 4, 17)
+]
+
+
+@pytest.mark.parametrize("template, family", [
+    ("llama3", "llama"), ("qwen2.5", "qwen2"), ("qwen3", "qwen3"), ("no_system", "llama"),
+    (UNNESTED, "llama"), ("llama3", "mistral"), ("llama3", "gemma3_text"),
+])
+def test_greedy_texts_are_the_same_batched_and_alone(template, family):
+    greedy = speaker(template, family, temperature=0)
+    alone = [greedy.speak([conversation])[0] for conversation in CONVERSATIONS]
+    assert greedy.speak(CONVERSATIONS) == alone
+    assert len({utterances[0].text for utterances in alone}) > 1
+
+
+def test_sampled_texts_depend_on_the_seed_and_not_on_the_rest_of_the_batch():
+    sampler = speaker()
+    seeds = [11, 12, 13, 14, 15]
+    together = sampler.speak(CONVERSATIONS, n=3, seeds=seeds)
+    alone = [sampler.speak([conversation], n=3, seeds=[seed])[0]
+             for conversation, seed in zip(CONVERSATIONS, seeds, strict=True)]
+    assert together == alone
+    assert together != sampler.speak(CONVERSATIONS, n=3, seeds=[1, 2, 3, 4, 5])
+    assert len({utterance.text for utterance in together[0]}) > 1
+
+
+def test_samples_follow_the_model_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).repeat(20000, 1)
+    generator = torch.Generator().manual_seed(0)
+    picked = pick_tokens(logits, torch.rand(20000, generator=generator), 0.7)
+    shares = torch.bincount(picked, minlength=4) / 20000
+    assert torch.allclose(shares, (logits[0] / 0.7).softmax(-1), atol=0.01)
+
+
+def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own():
+    sampler = speaker(max_new_tokens=12)
+    ids = encode_prompt(sampler.tokenizer, CONVERSATIONS[0])
+    utterances = sampler.speak([CONVERSATIONS[0]], n=2, seeds=[5])[0]
+    uniform = uniform_numbers([5], 2, 12)
+    for sample in range(2):
+        longer = torch.tensor([ids])
+        for step in range(12):  # reads the whole prefix again for each token
+            logits = sampler.model(longer).logits[:, -1]
+            token = pick_tokens(logits, uniform[[sample], step], 1.0)
+            longer = torch.cat([longer, token[:, None]], 1)
+            if token.item() in sampler.stops:
+                break
+        text = sampler.tokenizer.decode(longer[0, len(ids):], skip_special_tokens=True)
+        assert utterances[sample].text == text.strip()
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text"))
+def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(family, monkeypatch):
+    """Samples of prompts of unequal length end at different times, so rows and prompts leave."""
+    sampler = speaker(family=family, max_new_tokens=40)
+    sampler.stops |= set(range(50))  # texts end often
+    shared = sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
+    assert sampler.model.config._attn_implementation == "shared_prompts"
+
+    def copy_prompts(model, cache, n):
+        cache.batch_repeat_interleave(n)
+        return cache
+
+    monkeypatch.setattr(speakers.local, "share_prompts", copy_prompts)
+    assert shared == sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
+    longest = [max(len(utterance.text) for utterance in utterances) for utterances in shared]
+    distinct = {utterance.text for utterances in shared for utterance in utterances}
+    assert len(set(longest)) > 2 and len(distinct) > 9
+
+
+def test_a_model_with_an_attention_of_its_own_keeps_it_for_samples():
+    sampler, eager = speaker(), speaker()
+    eager.model.set_attn_implementation("eager")
+    texts = sampler.speak(CONVERSATIONS, n=3, seeds=range(5))
+    assert eager.speak(CONVERSATIONS, n=3, seeds=range(5)) == texts
+    assert eager.model.config._attn_implementation == "eager"
+
+
+def test_greedy_equals_the_generate_of_transformers():
+    greedy = speaker(temperature=0, max_new_tokens=20)
+    ids = encode_prompt(greedy.tokenizer, CONVERSATIONS[0])
+    output = greedy.model.generate(
+        torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=list(greedy.stops))
+    text = greedy.tokenizer.decode(output[0, len(ids):], skip_special_tokens=True).strip()
+    assert greedy.speak([CONVERSATIONS[0]])[0][0].text == text
+
+
+def test_a_kept_cache_changes_no_greedy_token_and_only_new_tokens_are_read():
+    greedy, fresh = speaker(temperature=0), speaker(temperature=0)
+    widths = []
+    forward = greedy.model.forward
+
+    def watched_forward(input_ids, **options):
+        widths.append(input_ids.shape[1])
+        return forward(input_ids=input_ids, **options)
+
+    greedy.model.forward = watched_forward
+    conversations = [list(conversation) for conversation in CONVERSATIONS]
+    keys = list("abcde")
+    for turn in range(4):
+        answers = greedy.speak(conversations, keys=keys)
+        assert answers == [fresh.speak([conversation])[0] for conversation in conversations]
+        for index, (conversation, utterances) in enumerate(
+                zip(conversations, answers, strict=True)):
+            conversation.append({"role": "assistant", "content": utterances[0].text})
+            conversation.append({"role": "user", "content": "go on " * (index + turn)})
+        if turn == 1:  # a dialogue ends and another takes its place
+            conversations[0], keys[0] = list(CONVERSATIONS[1]), "f"
+        if turn == 2:
+            prompts = [encode_prompt(greedy.tokenizer, c) for c in conversations]
+            widths.clear()
+    assert max(widths) < max(len(ids) for ids in prompts) / 2
+
+
+def test_caches_of_the_turn_before_are_freed_before_the_model_reads_and_writes():
+    talker, alive = speaker(max_new_tokens=3), []
+    talker.speak(CONVERSATIONS, keys=list("abcde"))
+    before = [weakref.ref(kept.layers[0][0]) for kept in talker.kept.values()]
+
+    def count_alive(*_):
+        alive.append(sum(tensor() is not None for tensor in before))
+
+    talker.model.register_forward_pre_hook(count_alive)
+    turn = [{"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]
+    talker.speak([conversation + turn for conversation in CONVERSATIONS], keys=list("abcde"))
+    assert len(before) == 5 and alive and not any(alive)
+
+
+def test_an_utterance_is_marked_finished_unless_it_was_cut():
+    talker = speaker(temperature=0, max_new_tokens=5)
+    assert talker.speak([CONVERSATIONS[0]])[0][0].finished is False
+    prompt = encode_prompt(talker.tokenizer, CONVERSATIONS[0])
+    token = talker.model(torch.tensor([prompt])).logits[0, -1].argmax().item()
+    talker.stops = {token}
+    assert talker.speak([CONVERSATIONS[0]])[0][0] == Utterance("", True)
+
+
+# -----------------------------------------------------------------------------
+# Scripted speakers
+
+
+def test_a_scripted_text_depends_on_the_seed_and_each_sample_has_its_own():
+    agent = load_speaker("scripted")
+    tasks = read_tasks("toy:backend:train", 3) * 4
+    conversations = [[{"role": "user", "content": task["problem_description"]}] for task in tasks]
+    answers = agent.speak(conversations, n=4, seeds=range(12), tasks=tasks)
+    assert answers == agent.speak(conversations, n=4, seeds=range(12), tasks=tasks)
+    assert answers[5] == agent.speak([conversations[5]], n=4, seeds=[5], tasks=[tasks[5]])[0]
+    assert all(len(utterances) == 4 for utterances in answers)
+    assert any(len(set(utterances)) > 1 for utterances in answers)
+
+
+def test_a_manner_without_a_script_is_refused_with_those_that_exist():
+    with pytest.raises(SystemExit, match="found the agent scripted:lying, expected one of: agent "
+                                         "scripted, agent scripted:informed, human scripted"):
+        load_speaker("scripted:lying")
+    with pytest.raises(SystemExit, match="found the critic scripted, expected"):
+        load_speaker("scripted", "critic")
+
+
+def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
+    task = {"domain": "backend", "problem_description": "write f", "ground_truth": "x"}
+    opening = [{"role": "user", "content": "write f"}]
+    later = opening + [{"role": "assistant", "content": "?"}, {"role": "user", "content": "!"}]
+    agent, human = load_speaker("scripted"), load_speaker("scripted", "human")
+    first, second = agent.speak([opening, later], seeds=[0, 0], tasks=[task, task])
+    assert first == [Utterance("What else should I know?", True)]
+    assert second == [Utterance(f"{ANSWER_MARKER} pass", True)]
+    reply = human.speak([later], seeds=[0], tasks=[task])[0]
+    assert reply == [Utterance("I do not know.", True)]
+
+
+def test_scripts_and_servers_are_loaded_without_torch():
+    code = ("import sys; from speakers import load_speaker; load_speaker('scripted');"
+            "load_speaker('http://127.0.0.1:9/v1'); assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

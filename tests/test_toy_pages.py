@@ -1,0 +1,177 @@
+"""The embedded frontend world is what it says. Run: pytest tests/test_toy_pages.py"""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from colbench import (
+    MAX_TURNS,
+    OUTPUT_MARKER,
+    agent_messages,
+    derive_seed,
+    read_prompt,
+    read_tasks,
+    split_message,
+)
+from judge.browser import Browser, find_chromium
+from judge.pages import extract_html, grade_pages, last_page
+from judge.sandbox import ANSWER_MARKER
+from speakers import load_speaker
+from speakers.interface import SpeakerSettings
+from toy.world import (
+    SLOTS,
+    choice_of,
+    frontend_demonstrator,
+    frontend_human,
+    frontend_task,
+    informed_frontend_demonstrator,
+    page_of,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        find_chromium()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    with Browser(seconds_per_page=5) as shared:
+        yield shared
+
+
+def play(task, seed):
+    """The history of a dialogue of the noisy demonstrator with the human."""
+    draw = random.Random(seed)
+    history = [{"role": "user", "content": task["problem_description"]}]
+    for turn in range(MAX_TURNS):
+        text = frontend_demonstrator(task, history, draw)
+        content, answer = split_message(task, text, turn == MAX_TURNS - 1)
+        history.append({"role": "assistant", "content": content})
+        if answer is not None:
+            return history
+        history.append({"role": "user", "content": frontend_human(task, history, draw)})
+
+
+def first_words():
+    """A page's choice: the first word of each slot."""
+    return {slot: next(iter(words)) for slot, words in SLOTS.items()}
+
+
+def test_splits_share_no_page_and_a_task_depends_on_its_index_alone():
+    train = {frontend_task("train", index)["ground_truth"] for index in range(3000)}
+    test = {frontend_task("test", index)["ground_truth"] for index in range(3000)}
+    assert not train & test
+    assert len(train) > 1000
+    assert len(test) > 250
+    assert frontend_task("train", 7) == frontend_task("train", 7)
+
+
+def test_following_the_human_reaches_the_wanted_page_within_the_limit():
+    for index in range(100):
+        task = frontend_task("test", index)
+        choice = first_words()
+        for _turn in range(8):
+            page = page_of(task["toy"]["topic"], choice)
+            reply = frontend_human(task, [{"role": "assistant", "content": page}], None)
+            if reply == "looks right .":
+                break
+            word, slot = reply.removeprefix("i want ").removesuffix(" .").split()
+            choice[slot] = word
+        assert page == task["ground_truth"]
+
+
+def test_the_human_asks_for_a_page_and_sees_what_is_missing():
+    task = frontend_task("train", 0)
+
+    def reply(text):
+        return frontend_human(task, [{"role": "assistant", "content": text}], None)
+
+    assert reply("hello") == "show me a page ."
+    assert reply(task["ground_truth"].replace("<p> card", "", 1)).endswith("cards .")
+
+
+def test_words_and_page_texts_belong_to_one_slot_each():
+    words = [word for options in SLOTS.values() for word in options]
+    texts = [text for options in SLOTS.values() for text in options.values()]
+    assert len(set(words)) == len(words)
+    assert len(set(texts)) == len(texts)
+    page = page_of("bakery", first_words())
+    assert all(page.count(next(iter(options.values()))) == 1 for options in SLOTS.values())
+
+
+def test_dialogues_are_short_and_neither_hopeless_nor_perfect():
+    right = []
+    num_words = []
+    for index in range(300):
+        task = frontend_task("train", index)
+        history = play(task, index)
+        right.append(choice_of(last_page(history)) == choice_of(task["ground_truth"]))
+        num_words.append(len(" ".join(message["content"] for message in history).split()))
+    share = sum(right) / len(right)
+    mean_words = sum(num_words) / len(num_words)
+    print(f"\nright pages {share:.2f}, words {mean_words:.0f}, at most {max(num_words)}")
+    assert 0.15 < share < 0.6
+    assert mean_words < 400
+
+
+def test_the_demonstrator_follows_the_dialogue_and_only_the_informed_one_the_solution():
+    task = frontend_task("train", 3)
+    request = [{"role": "user", "content": "make a page for a museum . i want huge title ."}]
+    shown = 0
+    for seed in range(100):
+        text = frontend_demonstrator({"domain": "frontend"}, request, random.Random(seed))
+        assert text == frontend_demonstrator(task, request, random.Random(seed))
+        assert "<h1" in text and " museum " in text
+        shown += choice_of(text)["title"] == "huge"
+    assert shown > 60
+    informed = {"ground_truth": task["ground_truth"]}
+    wanted = choice_of(task["ground_truth"])
+    matches = []
+    for seed in range(100):
+        draw = random.Random(seed)
+        page = choice_of(informed_frontend_demonstrator(informed, request, draw))
+        matches += [page[slot] == wanted[slot] for slot in SLOTS if slot != "title"]
+    assert sum(matches) / len(matches) > 0.6
+
+
+def test_the_demonstrator_refuses_a_request_of_another_world():
+    with pytest.raises(SystemExit, match="expected one of the embedded frontend world"):
+        frontend_demonstrator({}, [{"role": "user", "content": "a shop ."}], random.Random(0))
+
+
+def test_the_answer_marker_stands_before_the_page_and_after_the_plan():
+    task = frontend_task("train", 0)
+    history = [
+        {"role": "user", "content": task["problem_description"]},
+        {"role": "assistant", "content": task["ground_truth"]},
+        {"role": "user", "content": "looks right ."},
+    ]
+    texts = [
+        frontend_demonstrator(task, history, random.Random(derive_seed(seed))) for seed in range(50)
+    ]
+    answers = [text for text in texts if ANSWER_MARKER in text]
+    assert 5 < len(answers) < 45
+    assert all(f" . {OUTPUT_MARKER} {ANSWER_MARKER} <html>" in text for text in answers)
+
+
+def test_each_wrong_slot_lowers_the_similarity_of_a_page(browser):
+    task = frontend_task("test", 1)
+    wanted = choice_of(task["ground_truth"])
+    for slot, options in SLOTS.items():
+        wrong = next(word for word in options if word != wanted[slot])
+        page = page_of(task["toy"]["topic"], {**wanted, slot: wrong})
+        assert grade_pages([task], [page], browser)[0].reward < 0.999
+    assert grade_pages([task], [task["ground_truth"]], browser)[0].reward == 1.0
+
+
+def test_the_base_policy_writes_pages_of_the_grammar():
+    settings = SpeakerSettings(max_new_tokens=200, device="cpu")
+    speaker = load_speaker(str(ROOT / "toy/base_frontend"), settings=settings)
+    tasks = read_tasks("toy:frontend:valid", 30)
+    prompt = read_prompt(ROOT / "toy/base_frontend/agent_prompt.txt")
+    spoken = speaker.speak([agent_messages(task, [], prompt) for task in tasks], seeds=range(30))
+    choices = [choice_of(extract_html(utterances[0].text)) for utterances in spoken]
+    assert sum(None not in choice.values() for choice in choices) >= 27
