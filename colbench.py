@@ -24,17 +24,19 @@ import argparse
 import base64
 import difflib
 import functools
+import glob
 import hashlib
 import json
 import os
 import re
 import tempfile
 import typing
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from judge.browser import Browser
+from judge.browser import Browser, PageError
 from judge.pages import (
-    ClipReward, extract_html, grade_pages, graded_page, last_page, official_addresses)
+    ClipReward, extract_html, grade_page, graded_page, last_page, official_addresses)
 from judge.sandbox import ANSWER_MARKER, Judge, check_solutions
 
 # -----------------------------------------------------------------------------
@@ -133,6 +135,16 @@ def agent_messages(task, history, prompt):
                      for message in history]
 
 
+def states_of(episodes):
+    """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
+    for episode in episodes:
+        task, history = episode["task"], episode["dialogue_history"]
+        prompt = agent_prompt_of(task, episode.get("agent_prompt"))
+        for index, message in enumerate(history):
+            if message["role"] == "assistant":
+                yield episode, index // 2, agent_messages(task, history[:index], prompt)
+
+
 def first_request(messages):
     """The index of the first user message, which a system message may precede."""
     return next(index for index, message in enumerate(messages) if message["role"] == "user")
@@ -163,14 +175,8 @@ def human_messages(task, history, prompt):
     message instead.
     """
     party = {"assistant": "agent", "user": "human"}
-    fields = {
-        "problem_description": task["problem_description"],
-        "hidden_information": task["hidden_information"],
-        "dialogue_history": "\n".join(
-            f"{party[message['role']]}: {message['content']}" for message in history),
-    }
-    text = re.sub(r"\{(problem_description|hidden_information|dialogue_history)\}",
-                  lambda match: fields[match[1]], prompt)
+    dialogue = "\n".join(f"{party[message['role']]}: {message['content']}" for message in history)
+    text = filled(prompt, task | {"dialogue_history": dialogue})
     if "{dialogue_history}" in prompt:
         return [{"role": "user", "content": text}]
     swapped = {"user": "assistant", "assistant": "user"}
@@ -186,15 +192,21 @@ def human_page_messages(task, history, agent_png, solution_png, prompt):
     page = extract_html(words)
     if page:
         words = words.replace(page, "[the page below]")
-    fields = {"problem_description": task["problem_description"], "message": words}
-    text = re.sub(r"\{(problem_description|message)\}", lambda match: fields[match[1]], prompt)
-    parts = [{"type": "text", "text": text}]
+    parts = [{"type": "text", "text": filled(prompt, task | {"message": words})}]
     if agent_png is None:
         parts.append({"type": "text", "text": "The designer shows no page."})
     else:
         parts += [{"type": "text", "text": "The designer's page:"}, image_part(agent_png)]
     parts += [{"type": "text", "text": "The page you want:"}, image_part(solution_png)]
     return [{"role": "user", "content": parts}]
+
+
+def filled(prompt, fields):
+    """The prompt with each {name} of a text field filled in, in one pass; other braces stay."""
+    def fill(match):
+        value = fields.get(match[1])
+        return value if isinstance(value, str) else match[0]
+    return re.sub(r"\{(\w+)\}", fill, prompt)
 
 
 def image_part(png):
@@ -217,7 +229,11 @@ class RefereeSettings(typing.NamedTuple):
 
 
 class Referee:
-    """What a domain's referee does; it opens what it needs, and `close` ends it."""
+    """What a domain's referee does. It opens what it needs, and `close` ends it.
+
+    `grade` and `human_view` return futures: they run beside the dialogues, which never wait for the
+    judge or the browser of another dialogue.
+    """
 
     def __init__(self, tasks, settings):
         """`tasks` are those of the run, all of one domain."""
@@ -235,17 +251,24 @@ class Referee:
         """What is graded at the end of a dialogue."""
         return answer
 
-    def grade_all(self, tasks, answers):
-        """A judge.sandbox.Grade for each answer."""
+    def grade(self, task, answer):
+        """The Future of a judge.sandbox.Grade."""
         raise NotImplementedError
 
     def human_view(self, task, history, prompt):
-        """The messages that a human model reads."""
-        return human_messages(task, history, prompt)
+        """The Future of the messages that a human model reads."""
+        view = Future()
+        view.set_result(human_messages(task, history, prompt))
+        return view
 
 
 class BackendReferee(Referee):
-    """Hidden tests in the sandbox."""
+    """Hidden tests in the sandbox.
+
+    The sandbox runs Python with its standard library (sqlite3 and re included). Answers in another
+    language that these can run fit a subclass whose `grade` wraps them: a task with `ground_truth`
+    and `test_cases` in Python, and the answer as Python.
+    """
 
     def __init__(self, tasks, settings):
         self.profile = settings.judge
@@ -254,8 +277,8 @@ class BackendReferee(Referee):
     def close(self):
         self.judge.__exit__(None, None, None)
 
-    def grade_all(self, tasks, answers):
-        return self.judge.grade_all(tasks, answers, self.profile)
+    def grade(self, task, answer):
+        return self.judge.threads.submit(self.judge.grade, task, answer, self.profile)
 
 
 class FrontendReferee(Referee):
@@ -263,26 +286,38 @@ class FrontendReferee(Referee):
 
     def __init__(self, tasks, settings):
         self.browser = Browser()
-        # every turn of a dialogue shows the human the same solution page
-        self.draw = functools.lru_cache(256)(self.browser.picture)
+        self.thread = ThreadPoolExecutor(1)  # one browser, one page at a time
         default = "none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32"
         name = settings.clip or default
         self.clip = None
         if name != "none":
             self.clip = ClipReward(name, settings.clip_crop, settings.device)
+        # every turn of a dialogue shows the human the same solution page
+        self.draw = functools.lru_cache(256)(self.browser.render)
 
     def close(self):
+        self.thread.shutdown()
         self.browser.close()
 
     def graded_text(self, answer, history):
         return graded_page(answer, history)
 
-    def grade_all(self, tasks, answers):
-        return grade_pages(tasks, answers, self.browser, self.clip)
+    def grade(self, task, answer):
+        return self.thread.submit(grade_page, task, answer, self.draw, self.clip)
 
     def human_view(self, task, history, prompt):
-        page, solution = last_page(history), extract_html(task["ground_truth"])
-        return human_page_messages(task, history, self.draw(page), self.draw(solution), prompt)
+        return self.thread.submit(self._page_view, task, history, prompt)
+
+    def _page_view(self, task, history, prompt):
+        page = self._picture(last_page(history))
+        solution = self._picture(extract_html(task["ground_truth"]))
+        return human_page_messages(task, history, page, solution, prompt)
+
+    def _picture(self, page):
+        try:
+            return self.draw(page)
+        except PageError:
+            return None
 
 
 def open_referee(tasks, settings):
@@ -299,18 +334,23 @@ def open_referee(tasks, settings):
 
 
 class Domain(typing.NamedTuple):
-    """A kind of task. To add one, write its functions and add an entry to DOMAINS."""
+    """A kind of task. To add one, write its referee and an entry of DOMAINS; every stage takes it.
+
+    The agent sees the task's `problem_description` and nothing else of it. The human's prompt may
+    hold any text field of the task as a {placeholder}.
+    """
 
     agent_prompt: str
     human_prompt: str
-    human_prompt_fields: tuple  # placeholders without which the human would know nothing
-    reply_chars: int  # human replies are cut here
     referee: type  # how answers are judged, and what the human sees
-    complete: typing.Callable  # (task, where): checks the fields that only this domain has
-    check: typing.Callable | None  # (tasks, judge, require_protection): tests nobody can pass
-    has_success: bool  # an answer is right or wrong; otherwise the reward is all there is
-    reward_heading: str  # the reward's name in tables, in percent
-    pages: bool  # answers are web pages: drawn for human, critic and report
+    complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
+    reply_chars: int = 400  # human replies are cut here
+    human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
+    has_success: bool = True  # an answer is right or wrong; otherwise the reward is all there is
+    reward_heading: str = "Tests passed %"
+    pages: bool = False  # answers are web pages: drawn for human, critic and report
+    flags: tuple = ()  # fields of RefereeSettings that this domain uses; others are refused
+    check: typing.Callable | None = None  # (tasks, judge, require_protection): see check_command
 
 
 def complete_backend(task, where):
@@ -325,34 +365,25 @@ def complete_backend(task, where):
         expect(task["test_cases"], name, str, f"{where}, test_cases")
 
 
-def complete_frontend(task, where):
-    """Frontend tasks need no more than every task."""
-
-
 DOMAINS = {
     "backend": Domain(
         agent_prompt=BACKEND_AGENT_PROMPT,
         human_prompt=BACKEND_HUMAN_PROMPT,
-        human_prompt_fields=("hidden_information",),
-        reply_chars=400,
         referee=BackendReferee,
         complete=complete_backend,
+        flags=("judge", "require_protection"),
         check=check_solutions,
-        has_success=True,
-        reward_heading="Tests passed %",
-        pages=False,
     ),
     "frontend": Domain(
         agent_prompt=FRONTEND_AGENT_PROMPT,
         human_prompt=FRONTEND_HUMAN_PROMPT,
-        human_prompt_fields=(),  # the solution comes as a picture
-        reply_chars=1000,
         referee=FrontendReferee,
-        complete=complete_frontend,
-        check=None,
+        reply_chars=1000,
+        human_prompt_fields=(),  # the solution comes as a picture
         has_success=False,
         reward_heading="Similarity × 100",
         pages=True,
+        flags=("clip", "clip_crop"),
     ),
 }
 
@@ -678,49 +709,89 @@ def write_atomically(path, text):
 
 
 class ResumableJsonl:
-    """A JSONL file that grows line by line, survives a kill at any moment and ends up sorted.
+    """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
 
-    `key(row)` identifies a row. Rows for which `keep(row)` is false (failed ones) are dropped at
-    the start, to be made again. Several processes may append to the same file: each line is one
-    write in append mode.
+    `key(row)` identifies a row. Of several ranks each appends to a file of its own, FILE.rank0 and
+    so on, since network file systems cannot append to one file from several machines. The leader
+    merges them: at the start those that a killed run left, of whatever number of ranks, and at the
+    end. Rows for which `keep(row)` is false (failed ones) are dropped at the start, to be made
+    again.
     """
 
-    def __init__(self, path, key, keep=lambda row: True, leader=True):
-        self.path, self.key = Path(path), key
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.rows = {}
-        if not self.path.exists():
-            return
-        for line in self.path.read_bytes().splitlines():
-            try:
-                row = json.loads(line)
-                usable = keep(row)
-                row_key = key(row)
-            except (ValueError, KeyError, TypeError):  # the half line that a kill left behind
-                usable = False
-            if usable:
-                self.rows[row_key] = row
-        if leader:
-            lines = (json.dumps(row) + "\n" for row in self.rows.values())
-            write_atomically(self.path, "".join(lines))
+    def __init__(self, path, key, process, keep=lambda row: True):
+        self.path, self.key, self.process = Path(path), key, process
+        self.part = self.path
+        if process.world > 1:
+            self.part = Path(f"{path}.rank{process.rank}")
+        if process.leads:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [row for row in self._usable_rows() if keep(row)]
+            self._replace({key(row): row for row in rows}.values())
+        process.barrier()  # nobody reads or appends before the leader has tidied up
+        self.rows = {key(row): row for row in self._usable_rows()}
+        process.barrier()  # nobody appends before all have read
 
     def append(self, row):
         line = (json.dumps(row) + "\n").encode()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             if os.write(descriptor, line) != len(line):
-                raise OSError(f"{self.path}: only part of a line could be written")
+                raise OSError(f"{self.part}: only part of a line could be written")
         finally:
             os.close(descriptor)
 
     def finish(self, order):
-        """Rewrite the file in the order of the keys in `order`: same command, same bytes."""
-        rows = {}
-        if self.path.exists():
-            rows = {self.key(row): row for _, row in read_jsonl(self.path)}
-        ordered = [rows[key] for key in order if key in rows]
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in ordered))
+        """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
+
+        The leader gets the rows, other ranks none. A row that is missing is an error.
+        """
+        self.process.barrier()
+        ordered = []
+        if self.process.leads:
+            rows = {self.key(row): row for row in self._usable_rows()}
+            missing = [key for key in order if key not in rows]
+            if missing:
+                raise SystemExit(f"{self.path}: found no row of {missing[0]} ({len(missing)} of"
+                                 f" {len(order)} are missing), expected all; rerun the same command"
+                                 " to make them")
+            ordered = [rows[key] for key in order]
+            self._replace(ordered)
+        self.process.barrier()
         return ordered
+
+    @staticmethod
+    def files(path):
+        """The file, and those of the ranks that are not merged yet."""
+        parts = sorted(Path(path).parent.glob(f"{glob.escape(Path(path).name)}.rank*"))
+        return [file for file in (Path(path), *parts) if file.exists()]
+
+    @staticmethod
+    def whole_rows(path):
+        """The rows of all these files, without the half line that a kill left behind."""
+        for file in ResumableJsonl.files(path):
+            for line in file.read_bytes().splitlines():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+
+    def _usable_rows(self):
+        for row in self.whole_rows(self.path):
+            try:
+                self.key(row)
+            except (KeyError, TypeError):
+                continue
+            yield row
+
+    def _replace(self, rows):
+        """Make `rows` the file, and remove the parts that they came from."""
+        if rows or self.files(self.path):
+            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        for file in self.files(self.path):
+            if file != self.path:
+                file.unlink()
 
 
 # -----------------------------------------------------------------------------
@@ -744,7 +815,7 @@ def check_command(path, judge, require_protection):
     print(f"{len(tasks) - len(broken)} of {len(tasks)} tasks can be solved in full (judge {judge})")
     for name, active in status.items():
         print(f"protection {name:14s} {'active' if active else 'MISSING'}")
-    if len(rows) == sum(len(task["test_cases"]) for task in tasks):
+    if len(rows) == sum(len(task.get("test_cases", ())) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
 

@@ -2,8 +2,8 @@ r"""Collect episodes: roll an agent out against the simulated human, judge its a
 
 How it works:
   1. each task is played `--samples_per_task` times; ranks share the (task, sample) jobs;
-  2. all dialogues of a batch advance one turn at a time (`rollout`); a finished one leaves at once
-     and the next job takes its place;
+  2. a dialogue (`play`) goes on as soon as what it waits for is there: a server's reply, a grade,
+     or the next batch of a local model, which takes all that are waiting (`interleave`);
   3. answers are judged by hidden tests or image similarity, and episodes are appended at once.
 To resume after a kill, rerun the same command; episodes with an `error` are tried again.
 
@@ -22,8 +22,9 @@ own thoughts before "OUTPUT:" again.
 """
 
 import argparse
-import dataclasses
 import datetime
+import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -34,6 +35,7 @@ import signal
 import sys
 import typing
 from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 from tqdm import tqdm
@@ -42,29 +44,10 @@ from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
     derive_seed, leak_share, open_referee, read_prompt, read_tasks, split_message, write_atomically)
 from speakers import load_speaker
-from speakers.interface import SpeakerError, SpeakerSettings
+from speakers.interface import Request, SpeakerError, SpeakerSettings
 
 # -----------------------------------------------------------------------------
-# Dialogues
-
-
-@dataclasses.dataclass
-class Dialogue:
-    """One sample of a task while it is played."""
-
-    task: dict
-    sample: int
-    history: list
-    answer: str | None = None  # once the agent has given it
-    error: str | None = None  # once a speaker could not go on
-
-    @property
-    def key(self):
-        return self.task["task_id"], self.sample
-
-    @property
-    def running(self):
-        return self.answer is None and self.error is None
+# A dialogue
 
 
 class Rules(typing.NamedTuple):
@@ -75,89 +58,136 @@ class Rules(typing.NamedTuple):
     seed: int
 
 
-def rollout(jobs, agent, human, referee, rules, batch_size):
-    """Play the (task, sample) `jobs`; yield each episode as soon as it is judged."""
-    waiting, active = iter(jobs), []
+class Parties(typing.NamedTuple):
+    agent: typing.Any
+    human: typing.Any
+    referee: typing.Any
+    rules: Rules
+
+
+def play(task, sample, parties, on_turn):
+    """One dialogue, from the request to the reward; returns the episode.
+
+    A generator: it yields what it waits for (see `interleave`) and is sent the reply. What the
+    speakers draw depends on the task, the sample and the turn alone, never on other dialogues.
+    """
+    agent, human, referee, rules = parties
+    agent_prompt = agent_prompt_of(task, rules.agent_prompt)
+    history = [{"role": "user", "content": task["problem_description"]}]
+    answer = error = grade = None
+
+    def request(messages):
+        key = (task["task_id"], sample)
+        return Request(messages, seed=derive_seed(rules.seed, *key, len(history)), task=task,
+                       key=key)
+
     while True:
-        for task, sample in itertools.islice(waiting, batch_size - len(active)):
-            request = {"role": "user", "content": task["problem_description"]}
-            active.append(Dialogue(task, sample, [request]))
-        if not active:
-            return
-        agent_turn(active, agent, rules)
-        answering = [dialogue for dialogue in active if dialogue.running]
-        done = [dialogue for dialogue in active if not dialogue.running]
-        if answering:
-            human_turn(answering, human, rules, referee)
-            done += [dialogue for dialogue in answering if not dialogue.running]
-        active = [dialogue for dialogue in answering if dialogue.running]
-        yield from judged(done, referee, rules, agent)
-
-
-def agent_turn(dialogues, agent, rules):
-    """One message of the agent in each dialogue; sets `answer` where it ends the dialogue."""
-    views = [agent_messages(d.task, d.history, agent_prompt_of(d.task, rules.agent_prompt))
-             for d in dialogues]
-    for dialogue, spoken in zip(dialogues, ask(agent, dialogues, views, rules), strict=True):
+        spoken = yield from reply_of(agent, request(agent_messages(task, history, agent_prompt)))
         if isinstance(spoken, SpeakerError):
-            dialogue.error = f"agent: {spoken}"
-            continue
+            error = f"agent: {spoken}"
+            break
         utterance = spoken[0]
-        last_turn = len(dialogue.history) // 2 == rules.max_turns - 1
-        content, dialogue.answer = split_message(dialogue.task, utterance.text, last_turn)
-        dialogue.history.append({"role": "assistant", "content": content,
-                                 "output": utterance.text, "finished": utterance.finished})
-
-
-def human_turn(dialogues, human, rules, referee):
-    """One reply of the human in each dialogue, cut at the domain's limit."""
-    views = [human_view(d, human, rules, referee) for d in dialogues]
-    for dialogue, spoken in zip(dialogues, ask(human, dialogues, views, rules), strict=True):
+        last_turn = len(history) // 2 == rules.max_turns - 1
+        content, answer = split_message(task, utterance.text, last_turn)
+        history.append({"role": "assistant", "content": content, "output": utterance.text,
+                        "finished": utterance.finished})
+        on_turn()
+        if answer is not None:
+            break
+        if getattr(human, "reads_history", False):
+            view = history
+        else:
+            prompt = rules.human_prompt or DOMAINS[task["domain"]].human_prompt
+            view = yield referee.human_view(task, history, prompt)
+        spoken = yield from reply_of(human, request(view))
         if isinstance(spoken, SpeakerError):
-            dialogue.error = f"human: {spoken}"
-            continue
-        limit = rules.reply_chars or DOMAINS[dialogue.task["domain"]].reply_chars
-        dialogue.history.append({"role": "user", "content": spoken[0].text[:limit]})
+            error = f"human: {spoken}"
+            break
+        limit = rules.reply_chars or DOMAINS[task["domain"]].reply_chars
+        history.append({"role": "user", "content": spoken[0].text[:limit]})
+
+    if not error:
+        grade = yield referee.grade(task, referee.graded_text(answer, history))
+    outputs = [message["output"] for message in history if message["role"] == "assistant"]
+    replies = [message["content"] for message in history[2::2]]
+    return {
+        "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
+        "reward": grade.reward if grade else None, "success": grade.success if grade else None,
+        "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs),
+        "reasons": grade.reasons if grade else {}, "leak": leak_share(task, replies),
+        "seed": rules.seed, "agent_prompt": agent_prompt, "error": error,
+    }
 
 
-def human_view(dialogue, human, rules, referee):
-    """What the human reads: a scripted one the history as it is, a model what the referee shows."""
-    if getattr(human, "reads_history", False):
-        return dialogue.history
-    prompt = rules.human_prompt or DOMAINS[dialogue.task["domain"]].human_prompt
-    return referee.human_view(dialogue.task, dialogue.history, prompt)
+# -----------------------------------------------------------------------------
+# Many dialogues at a time: each goes on as soon as what it waits for is there
 
 
-def ask(speaker, dialogues, views, rules):
-    """What the speaker says in each dialogue, with draws that depend on the dialogue alone."""
-    seeds = [derive_seed(rules.seed, *d.key, len(d.history)) for d in dialogues]
-    return speaker.speak(views, seeds=seeds, tasks=[d.task for d in dialogues],
-                         keys=[d.key for d in dialogues])
+class Question(typing.NamedTuple):
+    """A request to a speaker that computes in this process."""
+
+    speaker: typing.Any
+    request: Request
 
 
-def judged(dialogues, referee, rules, agent):
-    """Episodes of ended dialogues; one that could not go on has an error and no reward."""
-    sound = [d for d in dialogues if not d.error]
-    grades = {}
-    if sound:
-        answers = [referee.graded_text(d.answer, d.history) for d in sound]
-        results = referee.grade_all([d.task for d in sound], answers)
-        grades = {d.key: grade for d, grade in zip(sound, results, strict=True)}
-    for dialogue in dialogues:
-        grade = grades.get(dialogue.key)
-        outputs = [m["output"] for m in dialogue.history if m["role"] == "assistant"]
-        replies = [m["content"] for m in dialogue.history[2::2]]
-        yield {
-            "task": dialogue.task, "sample": dialogue.sample,
-            "dialogue_history": dialogue.history, "answer": dialogue.answer,
-            "reward": grade.reward if grade else None,
-            "success": grade.success if grade else None,
-            "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs),
-            "reasons": grade.reasons if grade else {},
-            "leak": leak_share(dialogue.task, replies), "seed": rules.seed,
-            "agent_prompt": agent_prompt_of(dialogue.task, rules.agent_prompt),
-            "error": dialogue.error,
-        }
+def reply_of(speaker, request):
+    """What the speaker says: n Utterances or a SpeakerError, as a generator for `interleave`."""
+    if hasattr(speaker, "reply"):  # a speaker made of others, such as evaluate.py's best of N
+        return (yield from speaker.reply(request))
+    if hasattr(speaker, "submit"):  # a server: each request is a future of its own
+        return (yield speaker.submit(request))
+    return (yield Question(speaker, request))
+
+
+def interleave(dialogues, in_flight, on_wait=lambda futures: None):
+    """Run generators side by side, `in_flight` at a time; yield what each returns, as it ends.
+
+    A generator yields what it waits for. A Future is the reply of a server, or a grade. A Question
+    goes to a speaker in this process, which answers all that are waiting for it as one batch; the
+    futures are under way meanwhile.
+    """
+    waiting_to_start = iter(dialogues)
+    running, ready = 0, []  # ready: (dialogue, the reply that it goes on with)
+    futures, questions = {}, []  # Future -> dialogue; (Question, dialogue)
+    while True:
+        for dialogue in itertools.islice(waiting_to_start, in_flight - running):
+            ready.append((dialogue, None))
+            running += 1
+        if not running:
+            return
+        if not ready:
+            if questions:
+                ready, questions = answer_batch(questions)
+            on_wait(len(futures))
+            done, _ = wait(futures, timeout=0 if ready else None, return_when=FIRST_COMPLETED)
+            ready += [(futures.pop(future), future.result()) for future in done]
+        resumed, ready = ready, []
+        for dialogue, reply in resumed:
+            try:
+                awaited = dialogue.send(reply)
+            except StopIteration as end:
+                running -= 1
+                yield end.value
+                continue
+            if isinstance(awaited, Future):
+                futures[awaited] = dialogue
+            else:
+                questions.append((awaited, dialogue))
+
+
+def answer_batch(questions):
+    """Ask the speaker that most dialogues wait for: (dialogues with replies, questions left)."""
+    waiting = Counter(id(question.speaker) for question, _ in questions)
+    (chosen, _), = waiting.most_common(1)
+    batch = [entry for entry in questions if id(entry[0].speaker) == chosen]
+    left = [entry for entry in questions if id(entry[0].speaker) != chosen]
+    requests = [question.request for question, _ in batch]
+    speaker = batch[0][0].speaker
+    replies = speaker.speak(
+        [request.messages for request in requests], requests[0].n,
+        [request.seed for request in requests], [request.task for request in requests],
+        [request.key for request in requests])
+    return [(dialogue, reply) for (_, dialogue), reply in zip(batch, replies, strict=True)], left
 
 
 # -----------------------------------------------------------------------------
@@ -185,9 +215,8 @@ def collect_episodes(jobs, settings, output, process, wrap_agent=None):
 
     `wrap_agent` puts something between the agent and the dialogue, such as evaluate.py's best of N.
     """
-    store = ResumableJsonl(output, lambda row: (row["task"]["task_id"], row["sample"]),
-                           lambda row: not row["error"], process.leads)
-    process.barrier()  # nobody appends before the leader has tidied the file
+    store = ResumableJsonl(output, lambda row: (row["task"]["task_id"], row["sample"]), process,
+                           lambda row: not row["error"])
     mine = [(task, sample) for task, sample in jobs[process.rank::process.world]
             if (task["task_id"], sample) not in store.rows]
     if mine:
@@ -197,16 +226,63 @@ def collect_episodes(jobs, settings, output, process, wrap_agent=None):
             agent = load_speaker(settings.agent, "agent", settings.agent_settings)
             if wrap_agent:
                 agent = wrap_agent(agent)
-            totals = add_outcomes(Counter(), store.rows.values())
-            batch_size = settings.agent_settings.batch_size
-            with tqdm(total=len(jobs), initial=len(jobs) - len(mine) * process.world,
-                      unit="episode", **process.bar) as bar:
-                for episode in rollout(mine, agent, human, referee, settings.rules, batch_size):
+            parties = Parties(agent, human, referee, settings.rules)
+            with Progress(len(jobs), store.rows.values(), process) as progress:
+                dialogues = (play(task, sample, parties, progress.turn) for task, sample in mine
+                             if not (given_up(agent) or given_up(human)))
+                for episode in interleave(dialogues, settings.agent_settings.batch_size,
+                                          progress.show):
                     store.append(episode | settings.notes)
-                    add_outcomes(totals, [episode])
-                    bar.update(process.world)
-                    bar.set_postfix_str(summary(totals), refresh=False)
-    return process.finish(store, [(task["task_id"], sample) for task, sample in jobs])
+                    progress.episode(episode)
+            stop_if_given_up(agent, human)
+    return store.finish([(task["task_id"], sample) for task, sample in jobs])
+
+
+def given_up(speaker):
+    """The reason why a server was given up, or None."""
+    return getattr(speaker, "given_up", None)
+
+
+def stop_if_given_up(*speakers):
+    """End a run whose server is dead, once all that was in flight is on disk."""
+    for speaker in speakers:
+        if given_up(speaker):
+            raise SystemExit(f"found no answer of a server to many requests in a row"
+                             f" ({given_up(speaker)}), expected a running server; start it again,"
+                             " then rerun the same command to resume")
+
+
+class Progress:
+    """The leader's bar: episodes, and the turns and requests in flight between them."""
+
+    def __init__(self, total, episodes, process):
+        self.totals, self.turns, self.in_flight = Counter(), 0, 0
+        self.world = process.world
+        add_outcomes(self.totals, episodes)
+        self.bar = tqdm(total=total, initial=len(episodes), unit="episode", **process.bar)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+    def turn(self):
+        self.turns += 1
+
+    def show(self, in_flight):
+        self.in_flight = in_flight
+        self.draw(0)
+
+    def episode(self, episode):
+        add_outcomes(self.totals, [episode])
+        self.draw(self.world)
+
+    def draw(self, episodes):
+        waiting = f", {self.in_flight} requests in flight" if self.in_flight else ""
+        self.bar.set_postfix_str(f"{summary(self.totals)}, {self.turns} turns{waiting}",
+                                 refresh=False)
+        self.bar.update(episodes)
 
 
 def add_outcomes(totals, episodes):
@@ -273,13 +349,6 @@ class Process(typing.NamedTuple):
 
             torch.distributed.barrier()
 
-    def finish(self, store, order):
-        """Sort a file that every rank appends to, once all are done; the leader gets its rows."""
-        self.barrier()
-        rows = store.finish(order) if self.leads else []
-        self.barrier()
-        return rows
-
 
 def join_processes(always=False):
     """This process among those that torchrun started.
@@ -345,11 +414,14 @@ def launch(main, args):
 # The record of a run: the same command resumes it, another one is refused
 
 
+COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
+
+
 def claim_output(path, flags, inputs, process, cost_flags):
     """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
 
-    Only `cost_flags` may differ: they do not change what is made. A command that has made nothing
-    yet claims nothing.
+    Only `cost_flags` may differ, since they do not change what is made, and COUNTS may grow. A
+    command that has made nothing yet claims nothing.
     """
     path = Path(path)
     flags = {name: value for name, value in flags.items() if name != "output"}
@@ -357,18 +429,46 @@ def claim_output(path, flags, inputs, process, cost_flags):
     if path.name == "run.json" and path.with_name("config.json").exists() and not path.exists():
         raise SystemExit(f"{path.parent}: found a checkpoint that none of these scripts wrote,"
                          " expected a new directory; choose another --output")
+    if process.leads:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hold_lock(path)
+    grown = False
     if path.is_file() and has_output(path):
-        changed = changes_since(read_run(path), flags, hashes, cost_flags)
+        before = read_run(path)
+        changed, grown = changes_since(before, flags, hashes, cost_flags)
         if changed:
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
                              " choose another --output or remove this one")
-    elif process.leads:  # the record of a resumed run stays as it was
+        if not grown:
+            return  # the record of a resumed run stays as it was
+    process.barrier()  # all ranks have read the record before it changes
+    if process.leads:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
                "inputs": hashes, "versions": {"python": platform.python_version()} | versions}
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+@functools.cache
+def hold_lock(path):
+    """Keep other runs from writing to the same output for as long as this process lives.
+
+    A kill releases the lock. It is held by the process that writes, so a new run also notices
+    workers that outlived a killed torchrun.
+    """
+    lock = open(path.with_name(f".{path.name}.lock"), "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise SystemExit(f"{path}: found another run that writes to this output"
+                         f" ({lock.read().strip()}), expected it to be free; wait for that run or"
+                         " stop it") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock  # open, and so held, until the process ends
 
 
 def file_hash(path):
@@ -383,17 +483,30 @@ def file_hash(path):
 
 
 def changes_since(before, flags, hashes, cost_flags):
-    """The names of flags and inputs that differ from an earlier run's record."""
-    names = (flags.keys() | before["flags"].keys()) - set(cost_flags)
-    changed = sorted(name for name in names if flags.get(name) != before["flags"].get(name))
-    return changed + [name for name in hashes if hashes[name] != before["inputs"].get(name)]
+    """(flags and inputs that differ from an earlier run's record, whether a count grew)."""
+    changed, grown = [], False
+    for name in sorted((flags.keys() | before["flags"].keys()) - set(cost_flags)):
+        old, new = before["flags"].get(name), flags.get(name)
+        if name in COUNTS and old is not None and (new is None or new > old):
+            grown = True
+        elif new != old:
+            changed.append(name)
+    changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
+    return changed, grown
 
 
 def has_output(record):
-    """Whether a run has made anything: beside run.json, or the file NAME.run.json belongs to."""
+    """Whether a run has made anything that a corrected command could not replace.
+
+    Beside run.json any file counts; of a file of episodes NAME, which NAME.run.json belongs to, an
+    episode without error.
+    """
     if record.name == "run.json":
-        return any(not path.name.startswith("run.json") for path in record.parent.iterdir())
-    return record.with_name(record.name.removesuffix(".run.json")).exists()
+        own = ("run.json", ".run.json")
+        return any(not path.name.startswith(own) for path in record.parent.iterdir())
+    episodes = record.with_name(record.name.removesuffix(".run.json"))
+    rows = ResumableJsonl.whole_rows(episodes)
+    return any(not row.get("error") for row in rows)
 
 
 def claim_rollout(path, flags, process):
@@ -519,7 +632,7 @@ def refuse_ignored(parser, args, names, reason):
         value = getattr(args, name)
         if value != parser.get_default(name):
             raise SystemExit(f"found --{name} {value}, which is ignored {reason}; expected it to be"
-                             " left out")
+                             " omitted")
 
 
 def rollout_settings(args, tasks, process):
@@ -539,6 +652,7 @@ def rollout_settings(args, tasks, process):
                             args.batch_size, process.device, args.dtype)
     human = SpeakerSettings(args.human_model, args.human_temperature, args.human_max_new_tokens,
                             args.batch_size, process.device, args.dtype)
+    refuse_other_domains(args, DOMAINS[tasks[0]["domain"]])
     workers = max(1, (os.cpu_count() or 1) // process.world)
     human_spec = args.human or "scripted"
     return RolloutSettings(
@@ -548,6 +662,15 @@ def rollout_settings(args, tasks, process):
         referee=RefereeSettings(args.judge, args.require_protection, workers, args.clip,
                                 args.clip_crop, process.device),
         notes={"agent": args.agent, "human": human_spec})
+
+
+def refuse_other_domains(args, domain):
+    """Flags of the judge that this domain ignores, such as --clip for functions."""
+    names = {name for other in DOMAINS.values() for name in other.flags}
+    for name in sorted(names - set(domain.flags)):
+        if getattr(args, name) != RefereeSettings._field_defaults[name]:
+            raise SystemExit(f"found --{name} {getattr(args, name)}, which is ignored for these"
+                             " tasks; expected it to be omitted")
 
 
 def check_human_prompt(path, prompt, task):

@@ -41,22 +41,12 @@ import numpy
 
 from colbench import DOMAINS, read_episodes, read_jsonl, read_tasks, write_atomically
 from collect import (
-    add_rollout_flags,
-    all_jobs,
-    check_rollout_flags,
-    claim_rollout,
-    collect_episodes,
-    flag_parser,
-    join_processes,
-    launch,
-    refuse_ignored,
-    require_at_least,
-    rollout_settings,
-)
+    add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, flag_parser,
+    given_up, join_processes, launch, refuse_ignored, reply_of, require_at_least, rollout_settings)
 from judge.browser import Browser
 from judge.pages import extract_html, graded_page, open_picture
 from speakers import load_speaker
-from speakers.interface import SpeakerError, SpeakerSettings
+from speakers.interface import Request, SpeakerError, SpeakerSettings
 from toy.world import has_toy_credit, toy_credit
 from train_critic import Critic
 
@@ -314,61 +304,60 @@ GRADER = "grader:"
 
 
 class BestOfN:
-    """A speaker that says the best of `count` candidates, as scored by a critic or grader model."""
+    """A speaker that says the best of `count` candidates, as a critic or a grader model finds."""
 
     def __init__(self, speaker, scorer, count):
-        self.speaker = speaker
-        self.scorer = scorer
-        self.count = count
+        self.speaker, self.scorer, self.count = speaker, scorer, count
         self.count_tokens = speaker.count_tokens
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        if n != 1:
-            raise ValueError(f"found n={n}, expected 1: best of N gives one message")
-        answers = self.speaker.speak(conversations, self.count, seeds, tasks, keys)
-        chosen = []
-        for task, messages, candidates in zip(tasks, conversations, answers, strict=True):
-            if isinstance(candidates, SpeakerError):
-                chosen.append(candidates)
-            else:
-                chosen.append([self._best(task, messages, candidates)])
-        return chosen
+    @property
+    def given_up(self):
+        return given_up(self.speaker) or given_up(getattr(self.scorer, "speaker", None))
 
-    def _best(self, task, messages, candidates):
-        texts = [candidate.text for candidate in candidates]
-        finished = [candidate.finished for candidate in candidates]
-        scores = self.scorer.score(task, messages, texts, finished)
-        if scores is None:  # the state is longer than the critic can read
-            return candidates[0]
-        return candidates[int(numpy.argmax(scores))]
+    def reply(self, request):
+        """One utterance, as a generator for collect.interleave."""
+        candidates = yield from reply_of(self.speaker, request._replace(n=self.count))
+        if isinstance(candidates, SpeakerError):
+            return candidates
+        if isinstance(self.scorer, GraderModel):
+            best = yield from self.scorer.best(request.messages, candidates)
+        else:
+            best = best_by_critic(self.scorer, request, candidates)
+        return [candidates[best]]
+
+
+def best_by_critic(critic, request, candidates):
+    """The index of the greatest advantage; the first where the state is too long for the critic."""
+    texts = [candidate.text for candidate in candidates]
+    finished = [candidate.finished for candidate in candidates]
+    advantages = critic.score(request.task, request.messages, texts, finished)
+    return 0 if advantages is None else int(numpy.argmax(advantages))
 
 
 class GraderModel:
-    """A language model as scorer, like the paper's LLM judge.
-
-    It reads all candidates at once and names the best.
-    """
+    """A language model that reads all candidates at once and names the best (paper: Fig. 3a)."""
 
     def __init__(self, spec, settings):
         self.speaker = load_speaker(spec, "grader", settings)
 
-    def score(self, task, messages, texts, finished):
+    def best(self, messages, candidates):
+        """The index of the candidate that it names, 0 if it names none; a generator."""
         dialogue = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        listed = "\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
-        request = (
+        listed = "\n".join(f"[{number}] {candidate.text}"
+                           for number, candidate in enumerate(candidates, 1))
+        question = (
             f"An assistant and a user talk:\n{dialogue}\n\n"
             f"Candidates for the assistant's next message:\n{listed}\n\n"
             "Which candidate brings the user's task furthest? Reply with its number alone."
         )
-        conversation = [{"role": "user", "content": request}]
-        answer = self.speaker.speak([conversation], seeds=[0], tasks=[task])[0]
-        scores = [0.0] * len(texts)
+        answer = yield from reply_of(
+            self.speaker, Request([{"role": "user", "content": question}]))
         if isinstance(answer, SpeakerError):
-            return scores
+            return 0
         number = re.search(r"\d+", answer[0].text)
-        if number and 1 <= int(number[0]) <= len(texts):
-            scores[int(number[0]) - 1] = 1.0
-        return scores
+        if number and 1 <= int(number[0]) <= len(candidates):
+            return int(number[0]) - 1
+        return 0
 
 
 def is_grader(critic):

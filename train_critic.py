@@ -25,6 +25,8 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
+import hashlib
 import itertools
 import json
 import math
@@ -45,7 +47,8 @@ from tqdm import tqdm
 
 from colbench import (
     ANSWER_MARKER, agent_messages, agent_prompt_of, critic_messages, derive_seed, encode_dialogue,
-    end_of_turn, first_request, group_by_task, load_episodes, read_jsonl, write_atomically)
+    end_of_turn, first_request, group_by_task, load_episodes, read_jsonl, states_of,
+    write_atomically)
 from collect import (
     add_dtype_flag, claim_output, flag_parser, join_processes, launch, read_run, records,
     refuse_ignored, require_at_least)
@@ -73,22 +76,23 @@ def turn_logprobs(logprobs, turn_index, turns):
     return sums, counts
 
 
+NORMALISERS = {  # name -> L of Eq. (3), from the counts of the turns' tokens (R, S)
+    "turn": lambda counts: counts,
+    "trajectory": lambda counts: counts.sum(1, keepdim=True),  # the official code
+    "none": torch.ones_like,  # the ablation of Table 3
+}
+
+
 def advantage(sums, reference_sums, counts, normalise="turn"):
     """SWEET-RL Eq. (3): A(o_t, a_t, c) =
     1/L sum_l [log pi_theta(a_l | o_t, a_<l, c) - log pi_ref(a_l | o_t, a_<l, c)].
 
-    All arguments are (R, S): turn sums of log-probs under critic and reference, and L, the tokens
-    of the turn; a turn without tokens gets 0. `trajectory` is the official code: one mean over all
-    agent tokens of the dialogue. `none` is the ablation of Table 3.
+    All arguments are (R, S): turn sums of log-probs under critic and reference, and the tokens of
+    each turn; a turn without tokens gets 0.
     """
     ratio = sums - reference_sums  # log pi_theta - log pi_ref, summed over l
-    if normalise == "turn":
-        return ratio / counts.clamp(min=1)
-    if normalise == "trajectory":
-        return ratio / counts.sum(1, keepdim=True).clamp(min=1)
-    if normalise == "none":
-        return ratio
-    raise ValueError(f"found normalise {normalise!r}, expected 'turn', 'trajectory' or 'none'")
+    length = known(NORMALISERS, normalise, "normalise")(counts)  # L
+    return ratio / length.clamp(min=1)
 
 
 def critic_loss(chosen, rejected, beta):
@@ -97,6 +101,13 @@ def critic_loss(chosen, rejected, beta):
     Advantages of all turns of both dialogues, (B, S) and (B, S) -> (B,).
     """
     return -F.logsigmoid(beta * chosen.sum(1) - beta * rejected.sum(1))
+
+
+def known(table, name, kind):
+    """The entry of a table of ablations; an unknown name raises."""
+    if name not in table:
+        raise ValueError(f"found {kind} {name!r}, expected one of {', '.join(table)}")
+    return table[name]
 
 
 # -----------------------------------------------------------------------------
@@ -121,9 +132,9 @@ def succeeded(episode, success_reward):
 def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=0.9):
     """(chosen, rejected) episodes of one task; chosen ones have a reward at least `margin` greater.
 
-    best_vs_rest (official code): the first best episode against all that are worse; where there is
-    success and failure, only if the best one succeeds. success_vs_failure: every success against
-    every failure. all: every two episodes of different outcome.
+    best_vs_rest (official code): the best episode, the first of equals, against every worse one; a
+    backend task without success gives no pair. success_vs_failure: every success against every
+    failure. all: every two episodes of different outcome.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -153,11 +164,12 @@ class Row:
     ids: list  # T token ids
     turn_index: list  # T turn indices, -1 where the token is not an agent token
     turns: int
-    prompt: int = 0  # of a candidate: the tokens before its turn; 0: a dialogue
+    prompt_length: int = 0  # of a candidate: the tokens before its turn; 0: a dialogue
     reference: list | None = None  # S log-prob sums under the reference model
     reward: float | None = None  # of a dialogue
     answered: bool = False  # whether the last turn is marked as the answer
-    opening: typing.Callable | None = None  # what a critic that sees reads before the first turn
+    opening: typing.Callable | None = None  # of a vision-language critic: gives its inputs up to
+    # the first request, pictures included
 
 
 @dataclasses.dataclass
@@ -178,7 +190,7 @@ class Reader(typing.NamedTuple):
     tokenizer: typing.Any
     privileged: str  # "ground_truth": the solution stands in front; "none"
     max_length: int
-    sight: Sight | None = None  # of a critic that sees
+    sight: Sight | None = None  # of a vision-language critic
 
 
 def dialogue_row(reader, episode):
@@ -217,7 +229,7 @@ def pair_items(reader, pairs_by_task, share):
         row_pairs = [(rows[id(chosen)], rows[id(rejected)]) for chosen, rejected in pairs
                      if rows[id(chosen)] and rows[id(rejected)]]
         report["pairs"] += len(row_pairs)
-        for group in share_groups(row_pairs, share):
+        for group in group_pairs(row_pairs, share):
             used = list({id(row): row for row in itertools.chain(*group)}.values())
             index = {id(row): i for i, row in enumerate(used)}
             items.append(Item(used, [(index[id(a)], index[id(b)]) for a, b in group]))
@@ -236,37 +248,20 @@ class CriticSettings(typing.NamedTuple):
 
 
 def critic_objective(model, items, settings):
-    """Losses and metrics of a micro-batch, (items,) each: means over an item's pairs."""
+    """Eq. (2) over Eq. (3): losses and metrics of a micro-batch, (items,) each.
+
+    Where an item has several pairs, it counts as their mean.
+    """
     rows = [row for item in items for row in item.rows]
     chosen, rejected = pair_indices(items, model.device)
-    advantages, counts, sums = turn_advantages(model, rows, settings)
-    if settings.head == "value":
-        rewards = torch.tensor([row.reward for row in rows], device=model.device)
-        losses = value_loss(advantages, rewards, counts)
-        values = advantages.sum(1) / counts.sum(1)
-        metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
-                   "train/accuracy": (values[chosen] > values[rejected]).float()}
-    else:
-        margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
-        nll = (-sums.sum(1) / counts.sum(1))[chosen]
-        loss = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
-        metrics = {"train/loss": loss + settings.nll * nll,
-                   "train/accuracy": (margin > 0).float(),
-                   "train/margin": margin, "train/nll": nll}
+    sums, counts = turn_sums(model, rows)
+    advantages = advantage(sums, reference_sums(rows, sums), counts, settings.normalise)
+    losses = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
+    nll = (-sums.sum(1) / counts.sum(1))[chosen]
+    margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
+    metrics = {"train/loss": losses + settings.nll * nll, "train/accuracy": (margin > 0).float(),
+               "train/margin": margin, "train/nll": nll}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
-
-
-def turn_advantages(model, rows, settings):
-    """(advantages, counts, sums) of the rows' turns, (R, S) each.
-
-    A value head's advantages are logits of the outcome; its counts are 1 for each turn that exists,
-    and it has no sums.
-    """
-    if settings.head == "value":
-        values, exists = turn_scores(model, rows, head="value")
-        return values, exists, None
-    sums, counts = turn_scores(model, rows)
-    return advantage(sums, reference_sums(rows, sums), counts, settings.normalise), counts, sums
 
 
 # -----------------------------------------------------------------------------
@@ -302,27 +297,31 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
                          " episode, expected at least one; collect more episodes per task, or try"
                          " --pairs all")
+    check_same_items(items + held_items, process)
     inputs = [*args.episodes, args.agent_prompt, *records(args.model)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
 
-    if not is_complete(output, process):
+    if not is_complete(output, args.max_steps, process):
         # 3. the model. It has taken no step yet, so now it is pi_ref
         model = load_critic(args, reader, process)
         if args.head == "logratio":
             precompute_reference(model, items + held_items, process, args.micro_batch_size)
+            objective = functools.partial(critic_objective, model, settings=settings)
+        else:
+            objective = functools.partial(value_objective, model)
 
-        # 4. steps: Eq. (2) over Eq. (3)
+        # 4. steps
         loop = TrainingLoop(model, loop_settings(args), process)
         for step, batch in loop.steps(items):
-            metrics = loop.optimise(
-                batch, lambda micro_batch: critic_objective(model, micro_batch, settings))
+            metrics = loop.optimise(batch, objective)
             if loop.ends_epoch(step):
                 metrics |= holdout_metrics(model, held_items, settings, process,
                                            args.micro_batch_size)
             loop.finish(step, metrics)
         saved = reader.sight.processor if reader.sight else reader.tokenizer
         save_checkpoint(output, model, saved, episodes[0].get("agent_prompt"), process)
-        del model, loop
+        loop.discard_state()
+        del model, loop, objective
 
     # 5. what the critic says of tasks that it has not seen
     if process.leads:
@@ -339,8 +338,8 @@ def encode_row(reader, messages, finished, opening=None):
     """(row, turns dropped) of messages; a dialogue that is too long loses its oldest turns.
 
     Whole turns are dropped after the first user message, never part of a scored turn; the row is
-    None if the last turn does not fit. `opening` gives what a critic that sees reads in place of
-    the text before the first turn.
+    None if the last turn does not fit. `opening` gives what a vision-language critic reads in
+    place of the text before the first turn.
     """
     first = first_request(messages) + 1
     if opening:
@@ -374,12 +373,12 @@ def candidate_rows(reader, messages, candidates, opening=None):
     if prompt is None:
         return None
     length = len(prompt.ids)
-    return [Row(prompt.ids + ids, [-1] * length + [0] * len(ids), 1, prompt=length,
+    return [Row(prompt.ids + ids, [-1] * length + [0] * len(ids), 1, prompt_length=length,
                 opening=opening) for ids in turns]
 
 
-def share_groups(pairs, share):
-    """The pairs of one state that are one item of a batch: each alone, or all together."""
+def group_pairs(pairs, share):
+    """Which pairs of a state make one item of a batch: each alone, or all together."""
     if share == "pair":
         return [[pair] for pair in pairs]
     if share == "state":
@@ -408,16 +407,6 @@ def mean_by_item(values, items):
     """(B,) -> (items,): the mean over each item's pairs."""
     parts = values.split([len(item.pairs) for item in items])
     return torch.stack([part.mean() for part in parts])
-
-
-def value_loss(logits, rewards, turn_exists):
-    """The "regression head" of the paper's Table 3: each turn predicts the outcome.
-
-    (R, S), (R,), (R, S) -> (R,).
-    """
-    targets = rewards[:, None].expand_as(logits)
-    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    return (losses * turn_exists).sum(1) / turn_exists.sum(1)
 
 
 def open_reader(args):
@@ -482,9 +471,10 @@ class TrainingLoop:
         settings, state = self.settings, self.settings.output / "state"
         self.steps_per_epoch = math.ceil(len(items) / settings.batch_size)
         self.batches = plan_batches(len(items), settings)
+        self.last = min(settings.max_steps or len(self.batches), len(self.batches))
         start = load_state(state, self.model, self.optimizer, self.process)
         self.log = MetricsLog(settings.output / "metrics.jsonl", start, self.process)
-        for step in self.log.progress(start, len(self.batches)):
+        for step in self.log.progress(start, self.last):
             self.began = time.perf_counter()
             # dropout, if a model has it, must not depend on resuming
             torch.manual_seed(derive_seed(settings.seed, step))
@@ -499,11 +489,11 @@ class TrainingLoop:
         """
         process, size = self.process, self.settings.micro_batch_size
         total = sum(item.weight for item in batch)
-        # alike items are computed together: little padding, and ranks hardly wait for each other
-        share = my_share(sorted(batch, key=forward_shape), process)
+        # sorted by length: micro-batches need little padding, and ranks take equally long
+        mine = split_over_ranks(sorted(batch, key=forward_shape), process)
         sums = {}
-        for start in range(0, len(share), size):
-            items, real = zip(*share[start:start + size], strict=True)
+        for start in range(0, len(mine), size):
+            items, real = zip(*mine[start:start + size], strict=True)
             weights = [item.weight if is_real else 0
                        for item, is_real in zip(items, real, strict=True)]
             weights = torch.tensor(weights, device=process.device)
@@ -522,12 +512,12 @@ class TrainingLoop:
         if is_finite(metrics):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        packs = [pack for item in batch for pack in pack_rows(item.rows)]
-        metrics["data/tokens"] = sum(len(pack.ids) for pack in packs)
+        metrics["data/tokens"] = sum(len(pack.ids) for item in batch
+                                     for pack in pack_rows(item.rows))
         return metrics
 
     def ends_epoch(self, step):
-        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == len(self.batches)
+        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.last
 
     def finish(self, step, metrics):
         """Log the step, and now and then save what a resumed run needs."""
@@ -536,9 +526,16 @@ class TrainingLoop:
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["time/step"] = time.perf_counter() - self.began
         self.log.write(step, metrics)
-        if (step + 1) % self.settings.save_every == 0 and step + 1 < len(self.batches):
+        is_cut = step + 1 == self.last < len(self.batches)  # a larger --max_steps resumes it
+        if is_cut or ((step + 1) % self.settings.save_every == 0 and step + 1 < self.last):
             save_state(self.settings.output / "state", step + 1, self.model, self.optimizer,
                        self.process)
+
+    def discard_state(self):
+        """After the checkpoint is saved, unless --max_steps has cut the run."""
+        if self.process.leads and self.last == len(self.batches):
+            shutil.rmtree(self.settings.output / "state", ignore_errors=True)
+        self.process.barrier()
 
 
 def forward_shape(item):
@@ -554,7 +551,7 @@ def plan_batches(count, settings):
         order = list(range(count))
         random.Random(derive_seed(settings.seed, "order", epoch)).shuffle(order)
         batches += [order[start:start + size] for start in range(0, count, size)]
-    return batches[:settings.max_steps]
+    return batches
 
 
 def learning_rate(step, steps, settings):
@@ -613,8 +610,18 @@ class MetricsLog:
 PACK_LIMIT = 8192
 
 
-def turn_scores(model, rows, head="logratio", packs_at_once=None):
-    """The two tables (R, S) of `forward_turns` or `forward_values`, a row for each of `rows`.
+def turn_sums(model, rows, packs_at_once=None):
+    """(sums, counts): log-prob sums and token counts of the rows' turns, (R, S) each."""
+    return by_row(forward_turns, model, rows, packs_at_once)
+
+
+def turn_values(model, rows, packs_at_once=None):
+    """(values, exists) of a value head at the rows' turns, (R, S) each."""
+    return by_row(forward_values, model, rows, packs_at_once)
+
+
+def by_row(forward_packs, model, rows, packs_at_once=None):
+    """Both tables that `forward_packs` gives for packs, with a line for each row: (R, S) each.
 
     Candidates that stand side by side and share a prompt are packed, so that it is computed once:
 
@@ -623,27 +630,23 @@ def turn_scores(model, rows, head="logratio", packs_at_once=None):
         0  1  2  3    4  5  6       4  5  6  7       positions: each candidate follows the prompt
                       sees p, a     sees p, b        nobody sees another candidate
 
-    Gradients and sums equal those of separate rows. One forward computes all packs, padded, or
+    Sums and gradients equal those of separate rows. One forward computes all packs, padded, or
     `packs_at_once` of them. A row with pictures comes alone.
     """
     packs = pack_rows(rows, PACK_LIMIT if can_pack(model) else 0)
     if rows[0].opening:
         packs_at_once = 1
     step = packs_at_once or len(packs)
-    found = []
+    first_lines, second_lines = [], []  # of each row, (its turns,)
     for start in range(0, len(packs), step):
         group = packs[start:start + step]
-        if head == "logratio":
-            tables = forward_turns(model, group)
-        elif head == "value":
-            tables = forward_values(model, group)
-        else:
-            raise ValueError(f"found head {head!r}, expected 'logratio' or 'value'")
-        for pack, *turns in zip(group, *tables, strict=True):
-            found += [[pack.turns_of(index, line) for line in turns]
-                      for index in range(len(pack.rows))]
-    first, second = zip(*found, strict=True)
-    return pad_sequence(first, batch_first=True), pad_sequence(second, batch_first=True)
+        first, second = forward_packs(model, group)
+        for pack, first_line, second_line in zip(group, first, second, strict=True):
+            for index in range(len(pack.rows)):
+                first_lines.append(pack.turns_of(index, first_line))
+                second_lines.append(pack.turns_of(index, second_line))
+    return (pad_sequence(first_lines, batch_first=True),
+            pad_sequence(second_lines, batch_first=True))
 
 
 class Pack:
@@ -653,30 +656,30 @@ class Pack:
         self.rows, self.ids, self.turn_index = [row], row.ids, row.turn_index
 
     @property
-    def prompt(self):
-        """Length of the shared prompt; 0 for a row alone, which is plain causal."""
-        return self.rows[0].prompt if len(self.rows) > 1 else 0
+    def shared_length(self):
+        """Tokens of the shared prompt; 0 for a row alone, which is plain causal."""
+        return self.rows[0].prompt_length if len(self.rows) > 1 else 0
 
     @property
     def turns(self):
-        return len(self.rows) if self.prompt else self.rows[0].turns
+        return len(self.rows) if self.shared_length else self.rows[0].turns
 
     def admits(self, row, limit):
         """Whether the row continues the pack's prompt and fits."""
-        prompt = row.prompt
-        return (prompt > 0 and self.rows[0].prompt == prompt and not row.opening
-                and len(self.ids) + len(row.ids) - prompt <= limit
-                and self.ids[:prompt] == row.ids[:prompt])
+        length = row.prompt_length
+        return (length > 0 and self.rows[0].prompt_length == length and not row.opening
+                and len(self.ids) + len(row.ids) - length <= limit
+                and self.ids[:length] == row.ids[:length])
 
     def add(self, row):
-        turn = row.ids[row.prompt:]
+        turn = row.ids[row.prompt_length:]
         self.ids = self.ids + turn
         self.turn_index = self.turn_index + [len(self.rows)] * len(turn)
         self.rows.append(row)
 
     def turns_of(self, index, line):
         """The part of a table's line, (S,), that belongs to row `index`."""
-        return line[index:index + 1] if self.prompt else line[:self.rows[0].turns]
+        return line[index:index + 1] if self.shared_length else line[:self.rows[0].turns]
 
     def positions(self, width):
         """Position of each token, (T,): every candidate starts right after the prompt.
@@ -684,21 +687,21 @@ class Pack:
         Padding counts on, since transformers takes a jump back for another sequence and would build
         a mask of (R, 1, T, T).
         """
-        positions = list(range(self.prompt))
+        positions = list(range(self.shared_length))
         for row in self.rows:
-            positions += range(self.prompt, len(row.ids))
+            positions += range(self.shared_length, len(row.ids))
         last = positions[-1]
         return positions + list(range(last + 1, last + 1 + width - len(positions)))
 
     def sources(self):
         """Column whose logits predict each token, (T,): the one before, or the prompt's last."""
         sources = [max(0, column - 1) for column in range(len(self.ids))]
-        if self.prompt:
-            start = self.prompt
+        if self.shared_length:
+            start = self.shared_length
             for row in self.rows:
                 if start < len(self.ids):
-                    sources[start] = self.prompt - 1
-                start += len(row.ids) - self.prompt
+                    sources[start] = self.shared_length - 1
+                start += len(row.ids) - self.shared_length
         return sources
 
 
@@ -714,10 +717,10 @@ def pack_rows(rows, limit=PACK_LIMIT):
 
 
 def can_pack(model):
-    """Whether each token looks at all before it, by scaled dot products alone.
+    """Whether the model uses plain causal attention, so that packing is exact.
 
-    Not so with sliding windows, attention sinks or recurrent layers: their candidates are computed
-    apart.
+    Sliding windows, attention sinks and recurrent layers are not: their candidates are computed
+    separately.
     """
     config = model.config.get_text_config()
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
@@ -745,7 +748,7 @@ def forward_turns(model, packs):
 
 
 def forward_values(model, packs):
-    """Value head: the logit at the last token of each turn, and whether it exists; (R, S) each."""
+    """Value head: the logit at each turn's last token, and 1 where the turn exists; (R, S) each."""
     batch = collate(packs, model.device)
     turns = max(pack.turns for pack in packs)
     ends = torch.zeros(len(packs), turns, dtype=torch.long)
@@ -773,7 +776,7 @@ def collate(packs, device):
              "positions": table([pack.positions(width) for pack in packs], 0),
              "sources": table([pack.sources() for pack in packs], 0),
              "mask": None}
-    if any(pack.prompt for pack in packs):
+    if any(pack.shared_length for pack in packs):
         batch["mask"] = packed_mask(packs, batch["turn_index"])
     return batch
 
@@ -793,7 +796,8 @@ def forward(model, packs, batch, **options):
 
 def forward_seen(model, ids, input_ids, attention_mask, **seen):
     """One row with the pictures of its opening `input_ids`; the model finds their positions."""
-    later = ids[:, input_ids.shape[1]:]
+    ids = ids.clone()
+    later = ids[:, input_ids.shape[1]:]  # a view
     later[later == model.config.image_token_id] = 0  # an agent that spells it out shows no picture
     for name, values in seen.items():
         if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
@@ -802,13 +806,14 @@ def forward_seen(model, ids, input_ids, attention_mask, **seen):
 
 
 def packed_mask(packs, turn_index):
-    """Who may look at whom: at earlier tokens of the prompt and of the own turn, never of another.
+    """True where a token may attend: to earlier tokens of the prompt and of the same turn.
 
     (R, 1, T - P, T), without the P tokens that are a prompt in every row: those are plain causal.
     """
     width = turn_index.shape[1]
     column = torch.arange(width, device=turn_index.device)
-    prompt = torch.tensor([pack.prompt or width for pack in packs], device=turn_index.device)
+    prompt = torch.tensor([pack.shared_length or width for pack in packs],
+                          device=turn_index.device)
     own = turn_index[:, :, None] == turn_index[:, None, :]  # (R, T, T)
     shared = (column[None] < prompt[:, None])[:, None, :]  # (R, 1, T)
     causal = column[:, None] >= column[None]  # (T, T)
@@ -850,6 +855,9 @@ def shard(model, process, checkpointing=None, dtype=None):
         enable = getattr(model, "activation_checkpointing_enable",  # its newer name
                          model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
+    # transformers gives the pad token's embedding no gradient; where that token is a real one, too
+    # (many models' end of text), it has to learn. Padding never reaches a loss here
+    model.get_input_embeddings().padding_idx = None
     model.train()
     dtype = compute_dtype(process.device, dtype)
     if process.world == 1 and process.device == "cpu" and dtype == "float32":
@@ -861,7 +869,7 @@ def shard(model, process, checkpointing=None, dtype=None):
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def my_share(entries, process):
+def split_over_ranks(entries, process):
     """(entry, is it real) of this rank's part. Every rank gets equally many.
 
     Each forward gathers the weights from all ranks, so ranks with fewer entries would let the
@@ -879,42 +887,59 @@ def gather_shares(mine, process, count):
     return [gathered[index % process.world][index // process.world] for index in range(count)]
 
 
-def score_together(model, rows, score, process, micro_batch_size):
+def score_on_all_ranks(model, rows, score, process, micro_batch_size):
     """For each row the lists over its turns that `score(rows)` gives as tables (R, S).
 
-    Ranks share the packs of rows; as many go into a forward as the pairs of a micro-batch have.
+    Ranks split the rows by packs, so that candidates of a state stay together; a forward takes as
+    many packs as the pairs of a micro-batch have rows.
     """
     packs = pack_rows(rows, PACK_LIMIT if can_pack(model) else 0)
     packs.sort(key=lambda pack: len(pack.ids))
-    mine = [pack for pack, _ in my_share(packs, process)]
+    mine = [pack for pack, _ in split_over_ranks(packs, process)]
     found, size = [], 2 * micro_batch_size  # for each pack the lists of its rows
-    with scoring(model):
+    with no_grad(model):
         for start in range(0, len(mine), size):
             group = mine[start:start + size]
             group_rows = [row for pack in group for row in pack.rows]
             tables = score(group_rows)
-            scores = [[turns[:row.turns].tolist() for turns in lines]
-                      for row, *lines in zip(group_rows, *tables, strict=True)]
+            lines = iter(zip(*tables, strict=True))  # one for each row, in the order of the packs
             for pack in group:
-                found.append(scores[:len(pack.rows)])
-                scores = scores[len(pack.rows):]
-    by_row = {}
-    for pack, scores in zip(packs, gather_shares(found, process, len(packs)), strict=True):
-        by_row |= {id(row): turns for row, turns in zip(pack.rows, scores, strict=True)}
-    return [by_row[id(row)] for row in rows]
+                found.append([[line[:row.turns].tolist() for line in next(lines)]
+                              for row in pack.rows])
+    scores = {}
+    for pack, pack_scores in zip(packs, gather_shares(found, process, len(packs)), strict=True):
+        scores |= {id(row): turns for row, turns in zip(pack.rows, pack_scores, strict=True)}
+    return [scores[id(row)] for row in rows]
 
 
 @contextlib.contextmanager
-def scoring(model):
-    """No gradients; afterwards the root's parameters are shards again, as the optimiser needs them.
+def no_grad(model):
+    """Neither gradients nor dropout; afterwards the model is as training needs it.
 
-    FSDP2 leaves the root unsharded after a forward, to spare the backward a gather that never comes
-    here.
+    FSDP2 leaves the root's parameters unsharded after a forward, to spare the backward a gather
+    that never comes here.
     """
+    model.eval()
     with torch.no_grad():
         yield
+    model.train()
     if hasattr(model, "reshard"):
         model.reshard()
+
+
+def check_same_items(items, process):
+    """Stop if ranks hold other items, as when nodes read different copies of the input files."""
+    digest = hashlib.sha256()
+    for item in items:
+        rows = [(row.ids, row.turn_index) for row in item.rows]
+        digest.update(json.dumps([rows, item.pairs]).encode())
+    digests = [None] * process.world
+    torch.distributed.all_gather_object(digests, digest.hexdigest())
+    others = [rank for rank, found in enumerate(digests) if found != digests[0]]
+    if others:
+        raise SystemExit(f"found other training items on the ranks {others} than on rank 0,"
+                         " expected the same everywhere; give all nodes the same episodes,"
+                         " candidates and tokenizer")
 
 
 def precompute_reference(model, items, process, micro_batch_size=1):
@@ -923,8 +948,8 @@ def precompute_reference(model, items, process, micro_batch_size=1):
     The reference model is the one that training starts from, so this comes before the first step.
     """
     rows = list({id(row): row for item in items for row in item.rows}.values())
-    found = score_together(model, rows, lambda group: turn_scores(model, group), process,
-                           micro_batch_size)
+    found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
+                               micro_batch_size)
     for row, (sums, _) in zip(rows, found, strict=True):
         row.reference = sums
 
@@ -957,19 +982,28 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(path, output / path.name)
         partial.rmdir()
-        shutil.rmtree(output / "state", ignore_errors=True)
     process.barrier()
 
 
-def is_complete(output, process):
-    """Whether the directory already holds the finished checkpoint of this very command."""
+def is_complete(output, max_steps, process):
+    """Whether the directory holds the finished checkpoint of this very command.
+
+    A run that --max_steps has cut keeps its state, and a larger --max_steps resumes it.
+    """
     if not (output / "config.json").is_file():
         return False
+    state = output / "state"
+    to_resume = state.is_dir() and read_state(state, process)["step"] < (max_steps or math.inf)
+    process.barrier()  # all ranks have looked
     if process.leads:
-        for name in ("state", "state.old", "state.partial", "checkpoint.partial"):
-            shutil.rmtree(output / name, ignore_errors=True)  # a kill may have left them
-        print(f"{output}: this run is complete; nothing to do")
-    return True
+        if to_resume:
+            (output / "config.json").unlink()  # while files are replaced, nothing may open them
+        else:
+            for name in ("state.old", "state.partial", "checkpoint.partial"):
+                shutil.rmtree(output / name, ignore_errors=True)  # a kill may have left them
+            print(f"{output}: this run is complete; nothing to do")
+    process.barrier()
+    return not to_resume
 
 
 def save_state(folder, step, model, optimizer, process):
@@ -1046,11 +1080,38 @@ def local(tensor):
 
 @contextlib.contextmanager
 def writing(folder):
-    """A full disk, which torch and safetensors report in ways of their own, is an OSError."""
+    """Turn write errors of torch and safetensors, such as a full disk, into an OSError."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:
         raise OSError(f"{folder} could not be written ({error})") from None
+
+
+# -----------------------------------------------------------------------------
+# The value head: the "regression head" of the paper's Table 3
+
+
+def value_objective(model, items):
+    """Losses and metrics of a micro-batch, (items,) each: each turn predicts the outcome."""
+    rows = [row for item in items for row in item.rows]
+    chosen, rejected = pair_indices(items, model.device)
+    logits, exists = turn_values(model, rows)
+    rewards = torch.tensor([row.reward for row in rows], device=model.device)
+    losses = value_loss(logits, rewards, exists)
+    values = logits.sum(1) / exists.sum(1)
+    metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
+               "train/accuracy": (values[chosen] > values[rejected]).float()}
+    return {name: mean_by_item(values, items) for name, values in metrics.items()}
+
+
+def value_loss(logits, rewards, turn_exists):
+    """Cross-entropy of each turn's logit with the reward, its mean over turns that exist.
+
+    (R, S), (R,), (R, S) -> (R,).
+    """
+    targets = rewards[:, None].expand_as(logits)
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return (losses * turn_exists).sum(1) / turn_exists.sum(1)
 
 
 # -----------------------------------------------------------------------------
@@ -1105,17 +1166,15 @@ class Critic:
 
     @torch.no_grad()
     def _advantages(self, rows, reference_rows):
-        """One advantage per turn of `rows`, one pack at a time.
-
-        They are candidates of one turn each, or one dialogue. Each turn stands alone, (turns, 1):
-        a candidate's advantage has nothing to do with the tokens of others.
-        """
-        sums, counts = turn_scores(self.model, rows, self.head, packs_at_once=1)
+        """One advantage for each turn of `rows`: candidates of one turn each, or one dialogue."""
         if self.head == "value":
-            return sums.flatten().tolist()
-        reference, _ = turn_scores(self.reference_model, reference_rows, packs_at_once=1)
-        columns = [table.reshape(-1, 1) for table in (sums, reference, counts)]
-        return advantage(*columns, self.normalise).flatten().tolist()
+            values, _ = turn_values(self.model, rows, packs_at_once=1)
+            return values.flatten().tolist()
+        sums, counts = turn_sums(self.model, rows, packs_at_once=1)
+        reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
+        # here a turn stands alone, so `trajectory` is the mean over its own tokens, too
+        normalise = "none" if self.normalise == "none" else "turn"
+        return advantage(sums, reference, counts, normalise).flatten().tolist()
 
 
 def critic_flags(path):
@@ -1133,7 +1192,7 @@ def critic_flags(path):
 
 
 def exact(head):
-    """An output layer that computes in fp32: bf16 would hide advantages as small as a step."""
+    """An output layer that computes in fp32: some advantages are as small as bf16's rounding."""
     if head.weight.dtype == torch.float32:
         return head
     head = copy.deepcopy(head).float()  # a copy, since it may be the input embeddings, too
@@ -1141,61 +1200,59 @@ def exact(head):
     return head
 
 
-def states_of(episodes):
-    """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
-    for episode in episodes:
-        task, history = episode["task"], episode["dialogue_history"]
-        prompt = agent_prompt_of(task, episode.get("agent_prompt"))
-        for index, message in enumerate(history):
-            if message["role"] == "assistant":
-                yield episode, index // 2, agent_messages(task, history[:index], prompt)
-
-
 # -----------------------------------------------------------------------------
 # What is reported on held-out tasks
 
 
 def holdout_metrics(model, items, settings, process, micro_batch_size):
-    """Does the critic rank held-out pairs, and at which level are answers and other turns?
+    """Accuracy and loss on held-out pairs, and at which level answers and other turns are.
 
     Bradley-Terry on sums leaves the level of the answering turn free when every dialogue has
-    exactly one. A critic that has drifted there teaches the policy never to answer, so both levels
-    are reported for chosen and rejected.
+    exactly one. A critic that has drifted there teaches the policy never to answer.
     """
     if not items:
         return {}
     rows = [row for item in items for row in item.rows]
-    scored = score_together(model, rows, lambda group: turn_advantages(model, group, settings)[:2],
-                            process, micro_batch_size)
-    metrics, margins = {}, []
-    turns = []  # of both sides of each pair: (name, advantage, tokens)
-    for pair in zip(*pair_indices(items, "cpu"), strict=True):
-        totals = []
-        for side, index in zip(("chosen", "rejected"), pair, strict=True):
-            advantages, tokens = scored[index]
-            # a dialogue counts as in the loss
-            total = numpy.mean(advantages) if settings.head == "value" else sum(advantages)
-            totals.append(total)
-            for turn, (value, count) in enumerate(zip(advantages, tokens, strict=True)):
-                is_answer = rows[index].answered and turn == rows[index].turns - 1
-                turns.append((f"{'answer' if is_answer else 'other'}_{side}", value, count))
-        margins.append(totals[0] - totals[1])
-    margins = numpy.array(margins)
+    chosen, rejected = (side.tolist() for side in pair_indices(items, "cpu"))
+
+    def score(group):
+        if settings.head == "value":
+            return turn_values(model, group)
+        sums, counts = turn_sums(model, group)
+        return advantage(sums, reference_sums(group, sums), counts, settings.normalise), counts
+
+    scored = score_on_all_ranks(model, rows, score, process, micro_batch_size)
+    total = numpy.mean if settings.head == "value" else sum  # of a dialogue, as in the loss
+    totals = [total(advantages) for advantages, _ in scored]
+    margins = numpy.array([totals[a] - totals[b] for a, b in zip(chosen, rejected, strict=True)])
     metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(margins)}
     if settings.head == "logratio":
         losses = numpy.logaddexp(0, -settings.beta * margins)
         metrics["holdout/loss"] = float(losses.mean())
-    names, values, lengths = map(numpy.array, zip(*turns, strict=True))
-    if lengths.std() > 0 and values.std() > 0:
-        correlation = numpy.corrcoef(values, lengths)[0, 1]
+    return metrics | advantage_levels(rows, scored, {"chosen": chosen, "rejected": rejected})
+
+
+def advantage_levels(rows, scored, sides):
+    """Mean advantage of answers and other turns on both sides; correlation with their length."""
+    advantages, lengths = [], []
+    levels = {}
+    for side, indices in sides.items():
+        for index in indices:
+            for turn, (value, length) in enumerate(zip(*scored[index], strict=True)):
+                is_answer = rows[index].answered and turn == rows[index].turns - 1
+                kind = "answer" if is_answer else "other"
+                levels.setdefault(f"holdout/{kind}_{side}", []).append(value)
+                advantages.append(value)
+                lengths.append(length)
+    metrics = {name: float(numpy.mean(levels[name])) for name in sorted(levels)}
+    if numpy.std(lengths) > 0 and numpy.std(advantages) > 0:
+        correlation = numpy.corrcoef(advantages, lengths)[0, 1]
         metrics["holdout/length_correlation"] = float(correlation)
-    for name in sorted(set(names)):
-        metrics[f"holdout/{name}"] = float(values[names == name].mean())
     return metrics
 
 
 def print_report(output, held_episodes, args, device):
-    """What the critic says of held-out pairs, and on toy tasks how it agrees with true credit."""
+    """The last hold-out metrics; on toy tasks, how the advantages agree with true credit, too."""
     report, last_step = {}, 0
     for _, line in read_jsonl(output / "metrics.jsonl"):
         last_step = line["step"]
@@ -1204,17 +1261,22 @@ def print_report(output, held_episodes, args, device):
     toy = [episode for episode in held_episodes if has_toy_credit(episode["task"])]
     known = any(name.startswith("credit_auc/") for name in report)
     if toy and not known and not sees_pictures(args.model):
-        states = list(states_of(toy))
-        random.Random(derive_seed(args.seed, "credit")).shuffle(states)
-        policy = LocalSpeaker(args.model, SpeakerSettings(
-            max_new_tokens=256, device=device, dtype=args.dtype))
-        critic = Critic(output, device, dtype=args.dtype)
-        credit = credit_auc(critic, policy, states[:200], args.seed)
+        credit = toy_credit_metrics(output, toy, args, device)
         with open(output / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": last_step + 1} | credit) + "\n")
         report |= credit
     for name, value in report.items():
         print(f"{name:40s} {value:.4f}")
+
+
+def toy_credit_metrics(output, episodes, args, device):
+    """AUC of the saved critic against true credit, on 200 states of the embedded world."""
+    states = list(states_of(episodes))
+    random.Random(derive_seed(args.seed, "credit")).shuffle(states)
+    settings = SpeakerSettings(max_new_tokens=256, device=device, dtype=args.dtype)
+    policy = LocalSpeaker(args.model, settings)
+    critic = Critic(output, device, dtype=args.dtype)
+    return credit_auc(critic, policy, states[:200], args.seed)
 
 
 # -----------------------------------------------------------------------------
@@ -1223,7 +1285,7 @@ def print_report(output, held_episodes, args, device):
 COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing", "save_every")
 
 
-def add_training_flags(parser, epochs):
+def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     """The flags that both trainers share."""
     add = parser.add_argument_group("data").add_argument
     add("--episodes", nargs="+", required=True,
@@ -1251,9 +1313,8 @@ def add_training_flags(parser, epochs):
     group = parser.add_argument_group("optimisation")
     add = group.add_argument
     add("--lr", type=float, default=2e-7, help="peak learning rate")
-    add("--epochs", type=int, default=epochs,
-        help="passes over the data (default: 4; --method sweet: 1)")
-    add("--max_steps", type=int, help="stop after so many steps, for short runs")
+    add("--epochs", type=int, default=epochs, help=epochs_help)
+    add("--max_steps", type=int, help="stop after so many steps; a larger one resumes the run")
     add("--batch_size", type=int, default=8, help="items per step over all processes")
     add("--micro_batch_size", type=int, default=1, help="items per forward and backward")
     add("--warmup", type=float, default=0.03, help="share of the steps that warm up")
@@ -1283,7 +1344,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("critic").add_argument
     add("--privileged", choices=("ground_truth", "none"), default="ground_truth",
         help="what the critic sees besides the dialogue")
-    add("--normalise", choices=("turn", "trajectory", "none"), default="turn",
+    add("--normalise", choices=tuple(NORMALISERS), default="turn",
         help="mean over the turn's tokens (paper), over the trajectory's (official code), or sum")
     add("--head", choices=("logratio", "value"), default="logratio",
         help="advantage as log-ratio (paper), or a regression head on the outcome")

@@ -22,6 +22,7 @@ candidates that were cut at the token limit get no end-of-turn token; the share 
 tasks after a shuffle; equal texts are never a pair.
 """
 
+import functools
 import math
 import random
 import typing
@@ -32,24 +33,32 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from colbench import (
-    ResumableJsonl, derive_seed, expect, group_by_task, load_episodes, read_jsonl)
+    ResumableJsonl, derive_seed, expect, group_by_task, load_episodes, read_jsonl, states_of)
 from collect import (
-    claim_output, flag_parser, join_processes, launch, records, refuse_ignored, require_at_least)
+    claim_output, flag_parser, interleave, join_processes, launch, records, refuse_ignored,
+    reply_of, require_at_least)
 from speakers import load_speaker
-from speakers.interface import SpeakerError, SpeakerSettings
+from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
-from toy.world import toy_model
+from toy.world import toy_model, toy_tokenizer
 from train_critic import (
     COST_FLAGS, Critic, Item, Reader, TrainingLoop, add_training_flags, candidate_rows,
-    check_training_flags, critic_flags, dialogue_row, is_complete, load_trainable,
-    loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items, precompute_reference,
-    reference_sums, save_checkpoint, shard, share_groups, states_of, succeeded, turn_scores)
+    check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete, known,
+    load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
+    precompute_reference, reference_sums, save_checkpoint, shard, succeeded, turn_sums)
 
 # -----------------------------------------------------------------------------
 # The equation
 
 
-def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
+LOSSES = {  # name -> loss of a pair, from the difference of its implicit rewards (B,) and beta
+    "sigmoid": lambda margin, beta: -F.logsigmoid(margin),  # DPO
+    "hinge": lambda margin, beta: F.relu(1 - margin),  # SLiC, arXiv 2305.10425
+    "ipo": lambda margin, beta: (margin / beta - 1 / (2 * beta)) ** 2,  # arXiv 2310.12036, Eq. (17)
+}
+
+
+def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta, loss="sigmoid"):
     """SWEET-RL Eq. (4), DPO: -log sigma(beta log pi/pi_ref(a+|o) - beta log pi/pi_ref(a-|o)).
 
     Log-probs of whole turns (or dialogues) under policy and reference, (B,) each. Returns the
@@ -57,7 +66,8 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
     """
     chosen_reward = beta * (chosen - reference_chosen)
     rejected_reward = beta * (rejected - reference_rejected)
-    return -F.logsigmoid(chosen_reward - rejected_reward), chosen_reward, rejected_reward
+    losses = known(LOSSES, loss, "loss")(chosen_reward - rejected_reward, beta)
+    return losses, chosen_reward, rejected_reward
 
 
 # -----------------------------------------------------------------------------
@@ -70,15 +80,17 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
     halves (paper): one of the better and one of the worse half by advantage; best_worst: from both
     ends inwards; random: any two, the better one chosen.
 
-    A text that came up k times is k candidates, so pairs follow the policy's own odds, but all k go
-    by the first one's index, so that it is computed once. Equal texts or advantages are no pair,
-    nor are advantages that differ by no more than `min_gap`: what the critic hardly tells apart
-    teaches its noise. An empty text is in no pair, since it has no words to learn from.
+    A text sampled k times counts k times, so frequent texts are paired more often; all copies share
+    the index of the first, so that it is encoded once. (A text that was once finished and once cut
+    has two advantages.) Dropped are pairs of equal texts, pairs whose advantages differ by at most
+    `min_gap`, which the critic hardly tells apart, and pairs with an empty text, which has no words
+    to learn from.
     """
     first = {}
-    for index, text in enumerate(texts):
-        first.setdefault(text, index)
-    ranked = sorted((first[text] for text in texts), key=lambda index: -advantages[index])
+    for index, candidate in enumerate(zip(texts, advantages, strict=True)):
+        first.setdefault(candidate, index)
+    copies = [first[candidate] for candidate in zip(texts, advantages, strict=True)]
+    ranked = sorted(copies, key=lambda index: -advantages[index])
     half = len(ranked) // 2
     better, worse = ranked[:half], ranked[len(ranked) - half:]
     if pairing == "halves":
@@ -89,8 +101,8 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
         pool = [(a, b) for rank, a in enumerate(ranked) for b in ranked[rank + 1:]]
     else:
         raise ValueError(f"found pairing {pairing!r}, expected 'halves', 'best_worst' or 'random'")
-    pool = [(a, b) for a, b in pool
-            if advantages[a] - advantages[b] > min_gap and texts[a] and texts[b]]
+    pool = [(a, b) for a, b in pool if advantages[a] - advantages[b] > min_gap
+            and texts[a] and texts[b] and texts[a] != texts[b]]
     if pairing == "best_worst":
         return pool[:count]
     return draw.sample(pool, min(count, len(pool)))
@@ -107,13 +119,13 @@ class PairSettings(typing.NamedTuple):
 def candidate_items(reader, ranked_states, settings):
     """(items, report) of ranked candidates: pairs of rows that share their state's prompt."""
     items, too_long = [], 0
-    everything = [value for state in ranked_states for value in state["advantages"]]
-    gap = settings.min_gap * float(numpy.std(everything))
+    all_advantages = [value for state in ranked_states for value in state["advantages"]]
+    gap = settings.min_gap * float(numpy.std(all_advantages))
     for state in ranked_states:
         draw = random.Random(derive_seed(settings.seed, "pairs", *candidate_key(state)))
         pairs = make_pairs(state["candidates"], state["advantages"], settings.pairing,
                            settings.pairs_per_state, draw, gap)
-        for group in share_groups(pairs, settings.share):
+        for group in group_pairs(pairs, settings.share):
             used = sorted({index for pair in group for index in pair})
             candidates = [(state["candidates"][i], state["finished"][i]) for i in used]
             rows = candidate_rows(reader, state["messages"], candidates)
@@ -129,17 +141,24 @@ def candidate_items(reader, ranked_states, settings):
 # Objectives
 
 
-def dpo_objective(model, items, beta, nll_weight):
+class DpoSettings(typing.NamedTuple):
+    beta: float
+    nll: float
+    loss: str = "sigmoid"
+
+
+def dpo_objective(model, items, settings):
     """DPO on the items' pairs of rows: turns, or whole dialogues. All metrics (items,)."""
     rows = [row for item in items for row in item.rows]
     chosen, rejected = pair_indices(items, model.device)
-    sums, counts = turn_scores(model, rows)
+    sums, counts = turn_sums(model, rows)
     reference = reference_sums(rows, sums).sum(1)
     logprob, length = sums.sum(1), counts.sum(1)
     losses, better, worse = dpo_loss(logprob[chosen], logprob[rejected],
-                                     reference[chosen], reference[rejected], beta)
+                                     reference[chosen], reference[rejected],
+                                     settings.beta, settings.loss)
     nll = -logprob[chosen] / length[chosen]
-    metrics = {"train/loss": losses + nll_weight * nll,
+    metrics = {"train/loss": losses + settings.nll * nll,
                "train/accuracy": (better > worse).float(), "train/margin": better - worse,
                "train/chosen_reward": better, "train/nll": nll}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
@@ -151,7 +170,7 @@ def supervised_objective(model, items, mean_length):
     So every token weighs the same. A mean over each dialogue's own tokens would teach more from
     short ones, and with them to stop early.
     """
-    sums, _ = turn_scores(model, [row for item in items for row in item.rows])
+    sums, _ = turn_sums(model, [row for item in items for row in item.rows])
     return {"train/loss": -sums.sum(1) / mean_length}
 
 
@@ -163,18 +182,14 @@ def main(args):
     process = join_processes(always=True)
     output = Path(args.output)
     episodes, failed = load_episodes(args.episodes, args.agent_prompt)
-    scratch = None
-    if args.model == "toy":
-        scratch, tokenizer = toy_model(episodes, args.seed)
-    else:
-        tokenizer = load_tokenizer(args.model)
+    tokenizer = open_tokenizer(args, episodes)
     reader = Reader(tokenizer, "none", args.max_length)  # the policy never sees the solution
     if args.critic:
         check_critic(args)  # a wrong one shows here, and not after hours of sampling
     inputs = [*args.episodes, *args.privileged_episodes, args.candidates, args.agent_prompt,
               *records(args.model, args.critic)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
-    if is_complete(output, process):
+    if is_complete(output, args.max_steps, process):
         return
 
     # 1. what the policy learns from
@@ -187,25 +202,24 @@ def main(args):
                          " learn from; expected mixed outcomes (mtdpo), successes (rft) or states"
                          " with candidates of different advantage (sweet)")
 
+    check_same_items(items, process)
+
     # 2. the model. It has taken no step yet, so now it is pi_ref
-    model = load_trainable(args.model, process) if scratch is None else scratch
-    shard(model, process, args.checkpointing, args.dtype)
+    model = open_model(args, tokenizer, process)
     if args.method in ("sweet", "mtdpo"):
         precompute_reference(model, items, process, args.micro_batch_size)
+        settings = DpoSettings(args.beta, args.nll, args.loss)
+        objective = functools.partial(dpo_objective, model, settings=settings)
     else:
-        tokens = sum(turn >= 0 for item in items for turn in item.rows[0].turn_index)
-        mean_length = tokens / len(items)
+        objective = functools.partial(supervised_objective, model,
+                                      mean_length=mean_agent_tokens(items))
 
     # 3. steps: Eq. (4), or maximum likelihood
-    def objective(micro_batch):
-        if args.method in ("sweet", "mtdpo"):
-            return dpo_objective(model, micro_batch, args.beta, args.nll)
-        return supervised_objective(model, micro_batch, mean_length)
-
     loop = TrainingLoop(model, loop_settings(args), process)
     for step, batch in loop.steps(items):
         loop.finish(step, loop.optimise(batch, objective))
     save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
+    loop.discard_state()
 
 
 def method_items(args, reader, episodes, process):
@@ -294,40 +308,46 @@ def sample_candidates(states, sampling, output, process):
     Ranks share the states; a rerun resumes.
     """
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
-    store = ResumableJsonl(Path(output) / "candidates.sampled.jsonl", candidate_key,
-                           leader=process.leads)
-    process.barrier()
-    mine = [index for index in range(process.rank, len(states), process.world)
-            if keys[index] not in store.rows]
+    store = ResumableJsonl(Path(output) / "candidates.sampled.jsonl", candidate_key, process,
+                           lambda row: not row.get("error"))
+    mine = [(key, messages) for key, (_, _, messages)
+            in list(zip(keys, states, strict=True))[process.rank::process.world]
+            if key not in store.rows]
+    failed = None
     if mine:
         policy = load_speaker(sampling.speaker, "agent", sampling.settings)
-    # several batches at a time, since the speaker sorts states by length
-    size = max(1, 8 * sampling.settings.batch_size // sampling.num_candidates)
-    for start in tqdm(range(0, len(mine), size), desc="sampling", **process.bar):
-        chunk = mine[start:start + size]
-        spoken = policy.speak([states[index][2] for index in chunk], sampling.num_candidates,
-                              [derive_seed(sampling.seed, *keys[index]) for index in chunk])
-        for index, utterances in zip(chunk, spoken, strict=True):
-            if isinstance(utterances, SpeakerError):
-                if not utterances.refused:
-                    raise SystemExit(f"sampling candidates failed: {utterances}; rerun the same"
-                                     " command to resume")
-                print(f"{keys[index]}: left out, since the server refuses this state"
-                      f" ({utterances})")
+
+        def sample(key, messages):
+            request = Request(messages, sampling.num_candidates, derive_seed(sampling.seed, *key))
+            reply = yield from reply_of(policy, request)
+            return key, messages, reply
+
+        # several batches at a time, since a local speaker sorts states by length
+        in_flight = max(1, 8 * sampling.settings.batch_size // sampling.num_candidates)
+        waiting = (sample(*state) for state in mine if not failed)
+        for key, messages, reply in tqdm(interleave(waiting, in_flight), total=len(mine),
+                                         unit="state", desc="sampling", **process.bar):
+            row = dict(zip(("task_id", "sample", "turn"), key, strict=True))
+            row["messages"] = messages
+            if not isinstance(reply, SpeakerError):
+                row["candidates"] = [utterance.text for utterance in reply]
+                row["finished"] = [utterance.finished for utterance in reply]
+            elif reply.refused:
+                print(f"{key}: omitted, since the server refuses this state ({reply})")
+                row["error"] = str(reply)
+            else:
+                failed = reply
                 continue
-            task_id, sample, turn = keys[index]
-            store.append({"task_id": task_id, "sample": sample, "turn": turn,
-                          "messages": states[index][2],
-                          "candidates": [utterance.text for utterance in utterances],
-                          "finished": [utterance.finished for utterance in utterances]})
-    process.finish(store, keys)
-    return [row for _, row in read_jsonl(store.path)]
+            store.append(row)
+    if failed:
+        raise SystemExit(f"sampling candidates failed: {failed}; rerun the same command to resume")
+    store.finish(keys)
+    return [row for _, row in read_jsonl(store.path) if not row.get("error")]
 
 
 def score_candidates(rows, tasks, critic, output, process):
     """The path of candidates.jsonl: `rows` with the critic's advantages; a rerun resumes."""
-    store = ResumableJsonl(Path(output) / "candidates.jsonl", candidate_key, leader=process.leads)
-    process.barrier()
+    store = ResumableJsonl(Path(output) / "candidates.jsonl", candidate_key, process)
     mine = [row for row in rows[process.rank::process.world]
             if candidate_key(row) not in store.rows]
     if mine:
@@ -336,7 +356,7 @@ def score_candidates(rows, tasks, critic, output, process):
         advantages = scorer.score(tasks[row["task_id"]], row["messages"], row["candidates"],
                                   row["finished"])
         store.append(row | {"advantages": advantages})
-    process.finish(store, [candidate_key(row) for row in rows])
+    store.finish([candidate_key(row) for row in rows])
     return store.path
 
 
@@ -345,6 +365,25 @@ def check_critic(args):
     if flags["head"] == "value" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that has a value head, which needs"
                          " no reference model; expected it to be left out")
+
+
+def open_tokenizer(args, episodes):
+    return toy_tokenizer(episodes) if args.model == "toy" else load_tokenizer(args.model)
+
+
+def open_model(args, tokenizer, process):
+    """The model to train, sharded over the ranks; --model toy starts one from nothing."""
+    if args.model == "toy":
+        model = toy_model(tokenizer, args.seed)
+    else:
+        model = load_trainable(args.model, process)
+    shard(model, process, args.checkpointing, args.dtype)
+    return model
+
+
+def mean_agent_tokens(items):
+    tokens = sum(turn >= 0 for item in items for turn in item.rows[0].turn_index)
+    return tokens / len(items)
 
 
 def dialogue_items(reader, episodes):
@@ -421,15 +460,18 @@ SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, *PAIRING_FLAGS)
 IGNORED = {  # flags that would do nothing
     "sweet": ("pairs", "margin", "privileged_episodes"),
     "mtdpo": (*SWEET_FLAGS, "privileged_episodes"),
-    "rft": (*SWEET_FLAGS, "pairs", "margin", "share", "beta", "nll", "privileged_episodes"),
-    "sft": (*SWEET_FLAGS, "pairs", "margin", "success_reward", "share", "beta", "nll"),
+    "rft": (*SWEET_FLAGS, "pairs", "margin", "share", "beta", "nll", "loss",
+            "privileged_episodes"),
+    "sft": (*SWEET_FLAGS, "pairs", "margin", "success_reward", "share", "beta", "nll", "loss"),
 }
 
 
 def parse_args(argv=None):
     parser = flag_parser(__doc__)
     parser.add_argument("--method", choices=tuple(IGNORED), required=True, help="see above")
-    add_training_flags(parser, epochs=None)
+    add_training_flags(parser, None, "passes over the data (default: 4; --method sweet: 1)")
+    add = parser.add_argument_group("DPO (sweet, mtdpo)").add_argument
+    add("--loss", choices=tuple(LOSSES), default="sigmoid", help="of a pair (paper: sigmoid)")
     add = parser.add_argument_group("candidates (sweet)").add_argument
     add("--critic", help="checkpoint directory of train_critic.py")
     add("--candidates", help="ranked candidates of an earlier run: no sampling, no scoring")
@@ -486,6 +528,8 @@ def check_method_flags(parser, args):
             refuse_ignored(parser, args, ("success_reward",), "by --states all")
     if args.method == "mtdpo" and args.pairs != "success_vs_failure":
         refuse_ignored(parser, args, ("success_reward",), f"with --pairs {args.pairs}")
+    if args.loss == "ipo" and args.beta == 0:
+        raise SystemExit("found --beta 0 with --loss ipo, expected more than 0: it divides by it")
     if args.model == "toy" and args.method != "sft":
         raise SystemExit("--model toy starts a model from nothing, which needs --method sft;"
                          " elsewhere give toy/base")

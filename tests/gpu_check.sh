@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# What the project does on one CUDA GPU, in one table and under 9 minutes. --dry: the same code on tiny shapes on the CPU.
-#   bash tests/gpu_check.sh [--dry] [--layers 32]      PYTHON=... chooses the interpreter
+# What the project does on one CUDA GPU, in one table and under 9 minutes.
+#   bash tests/gpu_check.sh [--dry] [--layers 32]     --dry: the same code on tiny shapes on the CPU
+# PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 timeout 300 "$PYTHON" tests/gpu_check.py "$@"
-tests=(tests/test_critic.py tests/test_policy.py tests/test_dialogue.py)
-wanted="not ranks and not resumed and not toy and not its_effect and not their_cost"  # one GPU; bf16 is not exact
+tests=(tests/test_critic.py tests/test_policy.py tests/test_dialogue.py tests/test_speakers.py)
+# there is one GPU, and bf16 is not exact
+wanted="not ranks and not resumed and not toy and not its_effect and not their_cost"
 case " $* " in *" --dry "*) wanted="packed or padded or equations" ;; esac
 timeout 220 "$PYTHON" -m pytest -q -m "not slow" -k "$wanted" "${tests[@]}"

@@ -1,32 +1,49 @@
-"""The critic: equations, rows, pairs, reports. Run: pytest tests/test_critic.py"""
+"""The critic: equations, rows, packs, pairs, reports. Run: pytest tests/test_critic.py"""
 
 import copy
+import dataclasses
 import json
 import math
 import types
 
 import pytest
 import torch
-from conftest import byte_tokenizer, run_script, tiny_model
+from conftest import (
+    byte_tokenizer, dialogue, episode, metrics, run_script, tiny_model, weights, write_episodes)
+from transformers import AutoModelForTokenClassification
 
 import train_critic
 import train_policy
-from colbench import complete_episode, encode_dialogue
+from colbench import critic_messages, encode_dialogue, states_of
+from collect import Process, join_processes
+from speakers.local import load_model
 from train_critic import (
-    Row,
-    advantage,
-    critic_loss,
-    forward_turns,
-    pair_episodes,
-    turn_logprobs,
-    turn_scores,
-    value_loss,
-)
+    Critic, CriticSettings, Item, Pack, Reader, Row, TrainingLoop, advantage, can_pack,
+    candidate_rows, collate, critic_loss, critic_objective, encode_row, forward_turns,
+    holdout_metrics, learning_rate, loop_settings, open_reader, pack_rows, packed_mask,
+    pair_episodes, pair_items, precompute_reference, split_tasks, turn_logprobs, turn_sums,
+    turn_values, value_loss, value_objective)
+from train_policy import DpoSettings, dpo_objective
+
+DIALOGUES = [
+    dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"),
+    dialogue("b", "one"),
+]
+CANDIDATES = [("what is it?", True), ("x", False), ("tell me more about that", True),
+              ("I WANT TO ANSWER: def f(): pass", True)]
+SUMS = CriticSettings(head="logratio", normalise="none", beta=1.0, nll=0.0)
 
 
-def dialogue(*texts):
-    roles = ("user", "assistant")
-    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+@pytest.fixture
+def process():
+    """This process as a group of one, which is what the trainers start from."""
+    join_processes(always=True)
+    yield Process(0, 1, "cpu")
+    torch.distributed.destroy_process_group()
+
+
+def reader_of(tokenizer, max_length=8192):
+    return Reader(tokenizer, "none", max_length)
 
 
 def rows_of(tokenizer, *dialogues):
@@ -34,7 +51,17 @@ def rows_of(tokenizer, *dialogues):
     return [Row(ids, turn_index, max(turn_index) + 1) for ids, turn_index in encoded]
 
 
-DIALOGUES = [dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"), dialogue("b", "one")]
+def value_model(tokenizer):
+    """A tiny random model with a value head."""
+    config = tiny_model(tokenizer).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return AutoModelForTokenClassification.from_config(config)
+
+
+def parsed(*more):
+    """The flags of a run without files, for what is tested inside this process."""
+    return train_critic.parse_args(["--episodes", "x", "--model", "x", "--output", "x", *more])
 
 
 # -----------------------------------------------------------------------------
@@ -45,10 +72,11 @@ def slow_turn_logprobs(model, row):
     """Per turn, the list of log pi(a_l | o, a_<l) of its tokens, one softmax at a time."""
     logits = model(torch.tensor([row.ids])).logits[0].double()
     turns = [[] for _ in range(row.turns)]
-    for place in range(1, len(row.ids)):
-        if row.turn_index[place] >= 0:
-            exponentials = [math.exp(value) for value in logits[place - 1].tolist()]
-            turns[row.turn_index[place]].append(math.log(exponentials[row.ids[place]] / sum(exponentials)))
+    for index in range(1, len(row.ids)):
+        turn = row.turn_index[index]
+        if turn >= 0:
+            exponentials = [math.exp(value) for value in logits[index - 1].tolist()]
+            turns[turn].append(math.log(exponentials[row.ids[index]] / sum(exponentials)))
     return turns
 
 
@@ -56,30 +84,38 @@ def test_turn_logprobs_sums_and_counts_each_turn():
     logprobs = torch.tensor([[-1.0, -2.0, -4.0, -8.0], [-1.0, -1.0, -3.0, -5.0]])
     turn_index = torch.tensor([[-1, 0, 0, 1], [2, -1, -1, 0]])
     sums, counts = turn_logprobs(logprobs, turn_index, 3)
-    assert sums.tolist() == [[-6, -8, 0], [-5, 0, -1]] and counts.tolist() == [[2, 1, 0], [1, 0, 1]]
+    assert sums.tolist() == [[-6, -8, 0], [-5, 0, -1]]
+    assert counts.tolist() == [[2, 1, 0], [1, 0, 1]]
 
 
-@pytest.mark.parametrize("family, tied", [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)])
-def test_equations_2_and_3_equal_a_slow_float64_loop_over_ragged_and_one_token_turns(family, tied):
+@pytest.mark.parametrize("family, tied", [
+    ("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)])
+def test_equations_2_and_3_equal_a_slow_float64_loop_over_ragged_and_one_token_turns(
+        family, tied):
     tokenizer = byte_tokenizer()
     rows = rows_of(tokenizer, *DIALOGUES)
     critic, reference = (tiny_model(tokenizer, family, tied, seed).double() for seed in (1, 2))
-    sums, counts = turn_scores(critic, rows, "cpu")
-    reference_sums, _ = turn_scores(reference, rows, "cpu")
+    sums, counts = turn_sums(critic, rows)
+    reference_sums, _ = turn_sums(reference, rows)
     advantages = advantage(sums, reference_sums, counts)
     totals = []
-    for number, row in enumerate(rows):
-        slow = [sum(a - b for a, b in zip(new, old, strict=True)) / len(new) for new, old in zip(
-            slow_turn_logprobs(critic, row), slow_turn_logprobs(reference, row), strict=True)]
-        assert advantages[number, :row.turns].tolist() == pytest.approx(slow, abs=1e-9)
-        assert not advantages[number, row.turns:].any()
+    for index, row in enumerate(rows):
+        slow = []
+        turns = zip(slow_turn_logprobs(critic, row), slow_turn_logprobs(reference, row),
+                    strict=True)
+        for new, old in turns:
+            slow.append(sum(a - b for a, b in zip(new, old, strict=True)) / len(new))
+        assert advantages[index, :row.turns].tolist() == pytest.approx(slow, abs=1e-9)
+        assert not advantages[index, row.turns:].any()
         totals.append(sum(slow))
     loss = critic_loss(advantages[:1], advantages[1:], 0.3).item()
-    assert loss == pytest.approx(-math.log(1 / (1 + math.exp(-0.3 * totals[0] + 0.3 * totals[1]))), abs=1e-9)
+    expected = -math.log(1 / (1 + math.exp(-0.3 * totals[0] + 0.3 * totals[1])))
+    assert loss == pytest.approx(expected, abs=1e-9)
 
 
 def test_normalisation_is_per_turn_per_trajectory_or_none():
-    sums, reference, counts = torch.tensor([[2.0, 12.0]]), torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 3.0]])
+    sums, reference = torch.tensor([[2.0, 12.0]]), torch.tensor([[0.0, 0.0]])
+    counts = torch.tensor([[1.0, 3.0]])
     assert advantage(sums, reference, counts, "turn").tolist() == [[2, 4]]
     assert advantage(sums, reference, counts, "trajectory").tolist() == [[0.5, 3]]
     assert advantage(sums, reference, counts, "none").tolist() == [[2, 12]]
@@ -92,16 +128,18 @@ def test_the_loss_falls_when_the_chosen_side_gains():
     assert (chosen.grad < 0).all() and (rejected.grad > 0).all()
 
 
-def test_the_first_row_of_an_item_is_the_chosen_one():
+@pytest.mark.parametrize("pair, margin", [((0, 1), 4.0), ((1, 0), -4.0)])
+def test_the_first_index_of_a_pair_is_the_chosen_row(pair, margin):
     tokenizer = byte_tokenizer()
     model = tiny_model(tokenizer).double()
-    rows = [train_critic.encode_row(tokenizer, dialogue("t", text, "r", text), [True, True], 8192)[0] for text in ("ab", "cd")]
-    sums, _ = train_critic.turn_scores(model, rows, "cpu")
+    rows = [encode_row(reader_of(tokenizer), dialogue("t", text, "r", text), [True, True])[0]
+            for text in ("ab", "cd")]
+    sums, _ = turn_sums(model, rows)
     rows[0].reference, rows[1].reference = (sums[0] - 1).tolist(), (sums[1] + 1).tolist()
-    args = types.SimpleNamespace(head="logratio", micro_batch_size=1, normalise="none", beta=1.0, nll=0.0)
-    metrics = train_critic.critic_objective(model, [train_critic.Item(rows, [1.0, 0.0], [(0, 1)])], args, "cpu")
-    assert metrics["train/margin"].item() == pytest.approx(4) and metrics["train/accuracy"].item() == 1
-    assert metrics["train/loss"].item() == pytest.approx(math.log1p(math.exp(-4)))
+    found = critic_objective(model, [Item(rows, [pair])], SUMS)
+    assert found["train/margin"].item() == pytest.approx(margin)
+    assert found["train/accuracy"].item() == (margin > 0)
+    assert found["train/loss"].item() == pytest.approx(math.log1p(math.exp(-margin)))
 
 
 def test_the_value_head_learns_the_outcome_at_every_existing_turn():
@@ -109,6 +147,52 @@ def test_the_value_head_learns_the_outcome_at_every_existing_turn():
     loss = value_loss(logits, torch.tensor([1.0, 0.0]), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     first = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(1))) / 2
     assert loss.tolist() == pytest.approx([first, math.log(1 + math.exp(0.5))])
+
+
+# -----------------------------------------------------------------------------
+# Modes that do not exist, and flags that would do nothing
+
+
+def test_an_unknown_mode_is_an_error_and_never_silently_another_mode():
+    reader = reader_of(byte_tokenizer())
+    table, group = torch.ones(1, 1), [episode("t", 1.0), episode("t", 0.0, 1)]
+    task, messages = group[0]["task"], dialogue("t")
+    pairs = pair_episodes(group)
+    unknown = {
+        "normalise": lambda: advantage(table, table, table, "turns"),
+        "rule": lambda: pair_episodes(group, "best"),
+        "share": lambda: pair_items(reader, [pairs], "none"),
+        "privileged": lambda: critic_messages(task, messages, "solution"),
+    }
+    found = {"normalise": "turns", "rule": "best", "share": "none", "privileged": "solution"}
+    for name, call in unknown.items():
+        with pytest.raises(ValueError, match=f"{name}.*'{found[name]}'.*expected"):
+            call()
+
+
+@pytest.mark.parametrize("flag, value, more", [
+    ("normalise", "none", ("--head", "value")),
+    ("beta", "0.5", ("--head", "value")),
+    ("nll", "0.5", ("--head", "value")),
+    ("success_reward", "0.5", ()),
+    ("success_reward", "0.5", ("--pairs", "all")),
+])
+def test_a_flag_that_would_do_nothing_is_refused_by_name(flag, value, more):
+    parsed(*more)
+    with pytest.raises(SystemExit, match=f"--{flag} {value}.*ignored"):
+        parsed(*more, f"--{flag}", value)
+
+
+def test_flags_that_do_something_are_not_refused():
+    assert parsed("--normalise", "none", "--beta", "0.5", "--nll", "0.5").beta == 0.5
+    args = parsed("--pairs", "success_vs_failure", "--success_reward", "0.5", "--head", "value")
+    assert args.success_reward == 0.5
+
+
+def test_a_critic_that_sees_computes_its_rows_one_by_one_and_refuses_to_share_them(monkeypatch):
+    monkeypatch.setattr(train_critic, "sees_pictures", lambda path: True)
+    with pytest.raises(SystemExit, match="--share state.*vision-language.*--share pair"):
+        open_reader(parsed("--head", "value", "--share", "state"))
 
 
 # -----------------------------------------------------------------------------
@@ -120,11 +204,11 @@ def test_padded_rows_score_as_rows_alone(family):
     tokenizer = byte_tokenizer()
     rows = rows_of(tokenizer, *DIALOGUES, dialogue("c", "two words", "more", "three"))
     model = tiny_model(tokenizer, family).double()
-    together, counts = turn_scores(model, rows, "cpu", micro_batch_size=8)
-    for number, row in enumerate(rows):
-        alone, count = forward_turns(model, [row], "cpu")
-        assert torch.allclose(together[number, :row.turns], alone[0], atol=1e-10)
-        assert counts[number, :row.turns].tolist() == count[0].tolist()
+    together, counts = turn_sums(model, rows)
+    for index, row in enumerate(rows):
+        alone, count = forward_turns(model, [Pack(row)])
+        assert torch.allclose(together[index, :row.turns], alone[0], atol=1e-10)
+        assert counts[index, :row.turns].tolist() == count[0].tolist()
 
 
 def test_logits_are_computed_only_where_an_agent_token_is_next():
@@ -132,33 +216,201 @@ def test_logits_are_computed_only_where_an_agent_token_is_next():
     row = rows_of(tokenizer, DIALOGUES[0])[0]
     model = tiny_model(tokenizer)
     widths = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
-    forward_turns(model, [row], "cpu")
-    assert widths == [sum(index >= 0 for index in row.turn_index)]
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, output: widths.append(output.shape[1]))
+    turn_sums(model, [row])
+    assert widths == [sum(turn >= 0 for turn in row.turn_index)]
 
 
 def test_truncation_drops_whole_oldest_turns_and_never_part_of_a_scored_one():
     tokenizer = byte_tokenizer()
     messages = dialogue("task", "first", "reply", "second", "reply", "third")
-    full, dropped = train_critic.encode_row(tokenizer, messages, [True] * 3, 10_000)
+
+    def encode(finished, max_length):
+        return encode_row(reader_of(tokenizer, max_length), messages, finished)
+
+    full, dropped = encode([True] * 3, 10_000)
     assert dropped == 0 and full.turns == 3
-    shorter, dropped = train_critic.encode_row(tokenizer, messages, [True] * 3, len(full.ids) - 1)
+    shorter, dropped = encode([True] * 3, len(full.ids) - 1)
     assert dropped == 1 and shorter.turns == 2
     text = tokenizer.decode(shorter.ids)
     assert "task" in text and "first" not in text and "second" in text and "third" in text
-    cut, _ = train_critic.encode_row(tokenizer, messages, [True, True, False], len(full.ids) - 2)
-    assert cut.ids == shorter.ids[:-1]  # the last turn that is left is the one that was cut at the token limit
-    assert train_critic.encode_row(tokenizer, messages, [True] * 3, 10)[0] is None
+    cut, _ = encode([True, True, False], len(full.ids) - 2)
+    # `finished` belongs to the turns that are left: the last of them was cut at the token limit
+    assert cut.ids == shorter.ids[:-1]
+    assert encode([True] * 3, 10)[0] is None
+
+
+def test_each_candidate_is_a_plain_row_after_the_same_prompt():
+    tokenizer = byte_tokenizer()
+    messages = dialogue("the task", "a question", "its reply")
+    rows = candidate_rows(reader_of(tokenizer), messages, CANDIDATES)
+    assert len(rows) == len(CANDIDATES)
+    prompt = rows[0].ids[:rows[0].prompt_length]
+    shown = tokenizer.decode(prompt)
+    assert "the task" in shown and "a question" in shown and "its reply" in shown
+    for row, (text, finished) in zip(rows, CANDIDATES, strict=True):
+        turn = row.ids[row.prompt_length:]
+        assert type(row) is Row and row.turns == 1
+        assert row.ids[:row.prompt_length] == prompt
+        assert row.turn_index == [-1] * len(prompt) + [0] * len(turn)
+        assert tokenizer.decode(turn) == text + ("<end>" if finished else "")
+    # the row is what the critic would read of a dialogue that ends with this turn
+    whole = rows_of(tokenizer, [*messages, {"role": "assistant", "content": "what is it?"}])[0]
+    assert rows[0].ids == whole.ids
+
+
+def test_a_cut_candidate_keeps_no_end_of_turn_token():
+    tokenizer = byte_tokenizer()
+    finished, cut = (candidate_rows(reader_of(tokenizer), dialogue("t"), [("ab", done)])[0]
+                     for done in (True, False))
+    assert finished.ids == cut.ids + [tokenizer.eos_token_id]
+
+
+def test_candidates_that_do_not_fit_after_their_prompt_are_no_rows():
+    reader = reader_of(byte_tokenizer(), 80)
+    assert candidate_rows(reader, dialogue("t"), CANDIDATES)
+    assert candidate_rows(reader, dialogue("t" * 100), CANDIDATES) is None
+
+
+# -----------------------------------------------------------------------------
+# Packs: candidates that share a prompt are computed as one sequence
+
+
+def scores_and_gradients(model, batches):
+    """(turn sums of all rows, gradients), where each batch of rows is scored by itself."""
+    model.zero_grad()
+    sums = []
+    for rows in batches:
+        table, _ = turn_sums(model, rows)
+        sums += [line[:row.turns] for line, row in zip(table, rows, strict=True)]
+    sums = torch.cat(sums)
+    (sums * torch.arange(1.0, len(sums) + 1)).sum().backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+    return sums.detach(), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("family, tied", [
+    ("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False), ("mistral", False),
+    ("gemma3_text", False)])
+def test_packed_candidates_have_the_logprobs_and_gradients_of_rows_alone(family, tied):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer, family, tied).double()
+    messages = dialogue("the task", "a question", "its reply")
+    rows = candidate_rows(reader_of(tokenizer), messages, CANDIDATES)
+    assert len(pack_rows(rows)) == 1
+    assert can_pack(model) == (family not in ("mistral", "gemma3_text"))
+    alone, alone_gradient = scores_and_gradients(model, [[row] for row in rows])
+    together, together_gradient = scores_and_gradients(model, [rows])
+    assert (together - alone).abs().max() < 1e-10
+    assert (together_gradient - alone_gradient).norm() < 1e-6 * alone_gradient.norm()
+
+
+def test_states_and_dialogues_in_one_batch_score_as_rows_alone():
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer).double()
+    reader = reader_of(tokenizer)
+    rows = [*candidate_rows(reader, dialogue("one"), CANDIDATES[:2]),
+            *rows_of(tokenizer, DIALOGUES[0]),
+            *candidate_rows(reader, dialogue("another task"), CANDIDATES)]
+    assert [len(pack.rows) for pack in pack_rows(rows)] == [2, 1, 4]
+    alone, alone_gradient = scores_and_gradients(model, [[row] for row in rows])
+    together, together_gradient = scores_and_gradients(model, [rows])
+    assert (together - alone).abs().max() < 1e-10
+    assert (together_gradient - alone_gradient).norm() < 1e-6 * alone_gradient.norm()
+
+
+def forward_shapes(model, rows, **options):
+    """The shape of the token ids of each forward in which turn_sums computes these rows."""
+    shapes = []
+    hook = model.register_forward_pre_hook(
+        lambda module, arguments, inputs: shapes.append(tuple(inputs["input_ids"].shape)),
+        with_kwargs=True)
+    turn_sums(model, rows, **options)
+    hook.remove()
+    return shapes
+
+
+def test_a_shared_prompt_is_computed_once_where_the_model_allows_it():
+    tokenizer = byte_tokenizer()
+    rows = candidate_rows(reader_of(tokenizer), dialogue("t"), CANDIDATES)
+    packed = rows[0].prompt_length + sum(len(row.ids) - row.prompt_length for row in rows)
+    longest = max(len(row.ids) for row in rows)
+    assert forward_shapes(tiny_model(tokenizer), rows) == [(1, packed)]
+    assert forward_shapes(tiny_model(tokenizer, "mistral"), rows) == [(4, longest)]
+    apart = [(1, len(row.ids)) for row in rows]
+    assert forward_shapes(tiny_model(tokenizer, "mistral"), rows, packs_at_once=1) == apart
+
+
+def test_candidates_that_are_too_long_for_one_pack_fill_several_with_the_same_scores(monkeypatch):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer).double()
+    rows = candidate_rows(reader_of(tokenizer), dialogue("t"), CANDIDATES)
+    parts = pack_rows(rows, 80)
+    assert 1 < len(parts) < len(rows) and all(len(pack.ids) <= 80 for pack in parts)
+    assert [row for pack in parts for row in pack.rows] == rows
+    whole, _ = turn_sums(model, rows)
+    monkeypatch.setattr(train_critic, "PACK_LIMIT", 80)
+    assert forward_shapes(model, rows) == [(len(parts), max(len(pack.ids) for pack in parts))]
+    in_parts, _ = turn_sums(model, rows)
+    assert torch.allclose(whole, in_parts, atol=1e-10)
+
+
+def test_no_candidate_sees_another():
+    rows = [Row([0] * 4, [-1, -1, 0, 0], 1, prompt_length=2),
+            Row([0] * 5, [-1, -1, 0, 0, 0], 1, prompt_length=2)]
+    pack, = pack_rows(rows)
+    assert len(pack.ids) == 7 and pack.turn_index == [-1, -1, 0, 0, 1, 1, 1]
+    mask = packed_mask([pack], torch.tensor([pack.turn_index]))[0, 0]
+    assert mask.int().tolist() == [  # the two tokens of the prompt need no mask
+        [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1]]
+    assert pack.positions(9) == [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    assert pack.sources()[2:] == [1, 2, 1, 4, 5]
+
+
+def test_only_rows_side_by_side_with_the_same_prompt_and_no_pictures_are_packed():
+    tokenizer = byte_tokenizer()
+    reader = reader_of(tokenizer)
+    one = candidate_rows(reader, dialogue("one state"), CANDIDATES[:2])
+    other = candidate_rows(reader, dialogue("two state"), CANDIDATES[:2])
+    again = candidate_rows(reader, dialogue("one state"), CANDIDATES[2:])
+    assert one[0].prompt_length == other[0].prompt_length  # of the same length, but another text
+
+    def packed(rows):
+        return [pack.rows for pack in pack_rows(rows)]
+
+    assert packed([*one, *other]) == [one, other]
+    assert packed([*one, *again]) == [[*one, *again]]
+    assert packed([*one, *other, *again]) == [one, other, again]
+    same_dialogue = rows_of(tokenizer, DIALOGUES[0], DIALOGUES[0])
+    assert packed(same_dialogue) == [[row] for row in same_dialogue]
+    seeing = [dataclasses.replace(row, opening=dict) for row in one]
+    assert packed(seeing) == [[row] for row in seeing]
+    assert packed([one[0], seeing[1]]) == [[one[0]], [seeing[1]]]
+
+
+def test_padding_goes_on_counting_so_that_transformers_sees_one_sequence_and_makes_no_mask():
+    rows = [Row(list(range(5)), [-1, 0, 0, 0, 0], 1), Row(list(range(9)), [-1] + [0] * 8, 1)]
+    batch = collate([Pack(row) for row in rows], "cpu")
+    assert batch["positions"].tolist() == [list(range(9))] * 2 and batch["mask"] is None
+
+
+def test_a_step_reports_the_tokens_of_the_packs_it_computed(tmp_path, process):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer)
+    rows = candidate_rows(reader_of(tokenizer), dialogue("t"), CANDIDATES)
+    plain = rows_of(tokenizer, *DIALOGUES)
+    items = [Item(rows, [(0, 1), (2, 3)]), Item(plain, [(0, 1)])]
+    precompute_reference(model, items, process)
+    loop = TrainingLoop(model, loop_settings(parsed("--output", str(tmp_path))), process)
+    found = loop.optimise(items, lambda batch: critic_objective(model, batch, SUMS))
+    tokens = rows[0].prompt_length + sum(len(row.ids) - row.prompt_length for row in rows)
+    assert found["data/tokens"] == tokens + sum(len(row.ids) for row in plain)
 
 
 # -----------------------------------------------------------------------------
 # Pairs
-
-
-def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: x"), error=None):
-    task = {"task_id": task_id, "problem_description": "t", "ground_truth": "def f(): pass", "test_cases": {"a": "f()"}}
-    return complete_episode({"task": task, "sample": sample, "dialogue_history": dialogue(*texts), "answer": "x",
-                             "reward": reward, "error": error, "agent_prompt": ""})
 
 
 def test_best_vs_rest_needs_a_full_pass_and_pairs_it_with_all_worse_ones():
@@ -170,92 +422,140 @@ def test_best_vs_rest_needs_a_full_pass_and_pairs_it_with_all_worse_ones():
     assert pair_episodes(group, margin=0.6) == [(group[1], group[3])]
 
 
-@pytest.mark.parametrize("domain, rewards", [("backend", (0.9, 1.0, 1.0, 0.0)), ("frontend", (0.7, 0.9, 0.95, 0.0))])
+@pytest.mark.parametrize("domain, rewards", [
+    ("backend", (0.9, 1.0, 1.0, 0.0)), ("frontend", (0.7, 0.9, 0.95, 0.0))])
 def test_success_vs_failure_pairs_every_success_with_every_failure(domain, rewards):
     group = [episode("t", reward) for reward in rewards]
     for one in group:
-        one["task"]["domain"], one["success"] = domain, None if domain == "frontend" else one["success"]
-    expected = [(group[1], group[0]), (group[1], group[3]), (group[2], group[0]), (group[2], group[3])]
+        one["task"]["domain"] = domain
+        if domain == "frontend":
+            one["success"] = None
+    expected = [(group[1], group[0]), (group[1], group[3]),
+                (group[2], group[0]), (group[2], group[3])]
     assert pair_episodes(group, "success_vs_failure") == expected
     assert pair_episodes(group[1:3], "success_vs_failure") == []
 
 
-@pytest.mark.parametrize("stage, more", [("critic", ("--head", "logratio")), ("critic", ("--head", "value")), ("mtdpo", ())])
-def test_pairs_of_a_task_together_have_the_metrics_and_gradients_of_pairs_apart(stage, more):
-    from transformers import AutoModelForTokenClassification
+def items_of_stage(stage, share, tokenizer, group):
+    """(items, report, objective) of one task's pairs, as the trainer of this stage makes them."""
+    pairs = pair_episodes(group, "success_vs_failure")
+    if stage == "mtdpo":
+        args = train_policy.parse_args([
+            "--method", "mtdpo", "--episodes", "x", "--model", "x", "--output", "x",
+            "--pairs", "success_vs_failure", "--share", share])
+        items, report = train_policy.method_items(args, reader_of(tokenizer), group, None)
+        settings = DpoSettings(args.beta, args.nll)
+        return items, report, lambda model: dpo_objective(model, items, settings)
+    items, report = pair_items(reader_of(tokenizer), [pairs], share)
+    if stage == "value":
+        return items, report, lambda model: value_objective(model, items)
+    args = parsed()
+    settings = CriticSettings(args.head, args.normalise, args.beta, args.nll)
+    return items, report, lambda model: critic_objective(model, items, settings)
 
-    tokenizer, results = byte_tokenizer(), []
-    texts = [("t", f"question {number}" * number, "r", f"I WANT TO ANSWER: {number}") for number in range(4)]
-    group = [episode("t", reward, number, texts[number]) for number, reward in enumerate((1.0, 0.0, 1.0, 0.0))]
+
+@pytest.mark.parametrize("stage", ["logratio", "value", "mtdpo"])
+def test_pairs_of_a_task_together_have_the_metrics_and_gradients_of_pairs_apart(stage):
+    tokenizer = byte_tokenizer()
+    group = []
+    for sample, reward in enumerate((1.0, 0.0, 1.0, 0.0)):
+        texts = ("t", f"question {sample}" * sample, "r", f"I WANT TO ANSWER: {sample}")
+        group.append(episode("t", reward, sample, texts))
+    results, rows_per_item = [], {"state": [4], "pair": [2] * 4}
     for share in ("state", "pair"):
-        flags = ["--episodes", "x", "--model", "x", "--output", "x", "--pairs", "success_vs_failure", "--share", share]
-        args = (train_critic if stage == "critic" else train_policy).parse_args(
-            [*flags, *(more if stage == "critic" else ("--method", "mtdpo"))])
-        model = tiny_model(tokenizer)
-        if more == ("--head", "value"):
-            model.config.num_labels = 1
-            torch.manual_seed(0)
-            model = AutoModelForTokenClassification.from_config(model.config)
+        model = value_model(tokenizer) if stage == "value" else tiny_model(tokenizer)
         model = model.double().eval()
-        items, report = train_critic.pair_items(tokenizer, {"t": group}, ["t"], args, "none") if stage == "critic" \
-            else train_policy.method_items(tokenizer, group, args, None)
-        assert [len(item.rows) for item in items] == {"state": [4], "pair": [2] * 4}[share] and report["pairs"] == 4
+        items, report, objective = items_of_stage(stage, share, tokenizer, group)
+        assert [len(item.rows) for item in items] == rows_per_item[share]
+        assert report["pairs"] == 4
         for row in [row for item in items for row in item.rows]:
-            row.reference = [0.5 * len(row.ids) - number for number in range(row.turns)]
-        objective = train_critic.critic_objective if stage == "critic" else train_policy.dpo_objective
-        metrics = objective(model, items, args, "cpu")
-        metrics["train/loss"].mean().backward()
-        results.append([{name: values.mean().item() for name, values in metrics.items()},
-                        [parameter.grad for parameter in model.parameters()]])
-    assert results[0][0] == pytest.approx(results[1][0])
-    assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(results[0][1], results[1][1], strict=True))
+            row.reference = [0.5 * len(row.ids) - turn for turn in range(row.turns)]
+        found = objective(model)
+        found["train/loss"].mean().backward()
+        means = {name: values.mean().item() for name, values in found.items()}
+        results.append((means, [parameter.grad for parameter in model.parameters()]))
+    (together, gradients), (apart, other_gradients) = results
+    assert together == pytest.approx(apart)
+    assert all(torch.allclose(one, two, atol=1e-6)
+               for one, two in zip(gradients, other_gradients, strict=True))
 
 
 def test_held_out_tasks_are_whole_and_seeded():
-    groups = {f"t{number}": [] for number in range(40)}
-    training, held_out = train_critic.split_tasks(groups, 0.05, 0)
+    groups = {f"t{index}": [] for index in range(40)}
+    training, held_out = split_tasks(groups, 0.05, 0)
     assert len(held_out) == 2 and not set(training) & set(held_out) and len(training) == 38
-    assert train_critic.split_tasks(groups, 0.05, 0) == (training, held_out)
-    assert train_critic.split_tasks(groups, 0.05, 1) != (training, held_out)
+    assert split_tasks(groups, 0.05, 0) == (training, held_out)
+    assert split_tasks(groups, 0.05, 1) != (training, held_out)
 
 
-def test_credit_pairs_know_their_kind():
-    from colbench import ToyCredit
+# -----------------------------------------------------------------------------
+# The reference, and held-out pairs
 
-    useful, wasted = ToyCredit("useful question", 0.6), ToyCredit("wasted question", 0.3)
-    right, wrong = ToyCredit("right answer", 1.0), ToyCredit("wrong answer", 0.0)
-    found = list(train_critic.credit_pairs([useful, wasted, wrong], known=False))
-    assert found == [("question_question", 0, 1), ("answer_question_unknown", 0, 2), ("answer_question_unknown", 1, 2)]
-    assert list(train_critic.credit_pairs([wrong, right], known=True)) == [("answer_answer", 1, 0)]
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_every_row_gets_its_reference_sums_and_the_margin_is_0_before_the_first_step(
+        process, micro_batch_size):
+    tokenizer = byte_tokenizer()
+    reader = reader_of(tokenizer)
+    model = tiny_model(tokenizer)
+    group = [episode("t", reward, sample, ("t", "what " * (sample + 1), "r", "I WANT TO ANSWER: x"))
+             for sample, reward in enumerate((1.0, 0.0, 0.0))]
+    items, _ = pair_items(reader, [pair_episodes(group)], "pair")
+    items.append(Item(candidate_rows(reader, dialogue("one"), CANDIDATES), [(0, 1), (2, 3)]))
+    items.append(Item(candidate_rows(reader, dialogue("one"), CANDIDATES[:2]), [(1, 0)]))
+    items.append(Item(candidate_rows(reader, dialogue("other"), CANDIDATES[:2]), [(1, 0)]))
+    precompute_reference(model, items, process, micro_batch_size)
+    for item in items:
+        for row in item.rows:
+            sums, _ = turn_sums(model, [row])
+            assert row.reference == pytest.approx(sums[0].tolist(), abs=1e-4)
+    both = (critic_objective(model, items, SUMS),
+            dpo_objective(model, items, DpoSettings(1.0, 0.0)))
+    for found in both:
+        assert found["train/margin"].tolist() == pytest.approx([0.0] * len(items), abs=1e-4)
+        assert found["train/loss"].tolist() == pytest.approx([math.log(2)] * len(items), abs=1e-4)
+
+
+@pytest.mark.parametrize("head, right", [("logratio", 0.0), ("value", 1.0)])
+def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(
+        process, head, right):
+    # the chosen dialogue has eight turns, each a little better than the three of the rejected one,
+    # but all advantages are negative: by the sum the rejected one is ahead, by the mean the other
+    tokenizer = byte_tokenizer()
+    rows = rows_of(tokenizer, dialogue(*(f"text {index}" for index in range(16))),
+                   dialogue(*(f"words {index}" for index in range(6))))
+    if head == "logratio":
+        model = tiny_model(tokenizer)
+        sums, _ = turn_sums(model, rows)
+        rows[0].reference = (sums[0] + 1.0).tolist()
+        rows[1].reference = (sums[1, :3] + 1.2).tolist()
+    else:
+        model = value_model(tokenizer).eval()
+        with torch.no_grad():
+            values, exists = turn_values(model, rows)
+            means = values.sum(1) / exists.sum(1)
+            sign = torch.sign(means[0] - means[1])
+            model.score.weight *= 0.01 * sign  # so the mean of the first is greater
+            model.score.bias.fill_(-1.0)
+    settings = CriticSettings(head, "none", 1.0, 0.0)
+    found = holdout_metrics(model, [Item(rows, [(0, 1)])], settings, process, 1)
+    assert found["holdout/accuracy"] == right and found["holdout/pairs"] == 1
+    assert found["holdout/other_chosen"] == pytest.approx(-1.0, abs=0.1)
+    assert found["holdout/other_rejected"] < found["holdout/other_chosen"]
+    if head == "logratio":
+        loss = math.log1p(math.exp(8 * 1.0 - 3 * 1.2))
+        assert found["holdout/loss"] == pytest.approx(loss, rel=1e-3)
+    else:
+        assert "holdout/loss" not in found
 
 
 # -----------------------------------------------------------------------------
 # The script
 
 
-def write_episodes(path, tasks=6, samples=3, more=0):
-    """Each task has `more` samples more than the one before."""
-    with open(path, "w") as file:
-        for number in range(tasks):
-            for sample in range(samples + more * number):
-                texts = ("t" * (number + 1), "what " * (sample + 1), "r", f"I WANT TO ANSWER: {number} {sample}")
-                file.write(json.dumps(episode(f"task{number}", float(sample == 1), sample, texts)) + "\n")
-    return path
-
-
 def flags(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 2, "--batch_size", 4, "--lr", 1e-3,
-            "--holdout", 0.2, "--max_length", 600, *more]
-
-
-def weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(f"{folder}/model.safetensors")
-
-
-def metrics(folder):
-    return [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 2,
+            "--batch_size", 4, "--lr", 1e-3, "--holdout", 0.2, "--max_length", 600, *more]
 
 
 @pytest.fixture(scope="module")
@@ -266,11 +566,19 @@ def trained(tiny, tmp_path_factory):
     return folder, done.stdout
 
 
+def assert_same_weights(a, b, tolerance=1e-5):
+    one, two = weights(a), weights(b)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.allclose(two[name], value, atol=tolerance), name
+
+
 def test_training_reports_pairs_and_the_level_of_answers_on_held_out_tasks(trained):
     folder, printed = trained
     assert "8 pairs from 4 tasks" in printed and "2 tasks held out" in printed
     last = metrics(folder / "critic")[-1]
-    for name in ("accuracy", "loss", "length_correlation", "answer_chosen", "answer_rejected", "other_chosen"):
+    for name in ("accuracy", "loss", "length_correlation", "answer_chosen", "answer_rejected",
+                 "other_chosen"):
         assert math.isfinite(last[f"holdout/{name}"]) and f"holdout/{name}" in printed
 
 
@@ -282,69 +590,75 @@ def test_the_first_step_starts_from_the_reference(trained):
 
 
 def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth():
-    args = types.SimpleNamespace(lr=1.0, warmup=0.1)
-    rates = [train_critic.learning_rate(step, 100, args) for step in range(101)]
-    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)]) and rates[10] == max(rates) == 1.0
-    assert rates[11:] == sorted(rates[11:], reverse=True) and rates[100] == pytest.approx(0.1)
+    settings = types.SimpleNamespace(lr=1.0, warmup=0.1)
+    rates = [learning_rate(step, 100, settings) for step in range(101)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10] == max(rates) == 1.0
+    assert rates[11:] == sorted(rates[11:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
 
 
 def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
-    from colbench import load_model
-    from collect import Process
-
     model = load_model(tiny())
     with torch.no_grad():
         model.lm_head.weight += 0.01
     ids = torch.arange(20)[None]
     expected = model(ids).logits
-    (tmp_path / "state").mkdir()
-    train_critic.save_checkpoint(tmp_path, model, byte_tokenizer(), "prompt", Process(0, 1, "cpu"))
+    train_critic.save_checkpoint(
+        tmp_path, model, byte_tokenizer(), "prompt", Process(0, 1, "cpu"))
     assert torch.equal(load_model(str(tmp_path)).eval()(ids).logits, expected)
-    assert (tmp_path / "agent_prompt.txt").read_text() == "prompt\n" and not (tmp_path / "state").exists()
+    assert (tmp_path / "agent_prompt.txt").read_text() == "prompt\n"
 
 
 @pytest.mark.parametrize("processes, more", [
     (1, ("--checkpointing",)), (1, ("--micro_batch_size", 3)), (2, ()), (2, ("--checkpointing",)),
     (2, ("--micro_batch_size", 3)), (3, ()),
 ])
-def test_ranks_checkpointing_and_micro_batches_do_not_change_the_weights(trained, tiny, tmp_path, processes, more):
+def test_ranks_checkpointing_and_micro_batches_do_not_change_the_weights(
+        trained, tiny, tmp_path, processes, more):
     folder, _ = trained
-    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), tmp_path / "critic", *more), processes=processes)
-    for name, value in weights(folder / "critic").items():
-        assert torch.allclose(weights(tmp_path / "critic")[name], value, atol=1e-5), name
-    losses = [[line["train/loss"] for line in metrics(path)] for path in (folder / "critic", tmp_path / "critic")]
+    output = tmp_path / "critic"
+    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), output, *more),
+               processes=processes)
+    assert_same_weights(folder / "critic", output)
+    losses = [[line["train/loss"] for line in metrics(path)]
+              for path in (folder / "critic", output)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_two_ranks_train_tied_embeddings_as_one_does(trained, tiny, tmp_path):
     folder, _ = trained
     for processes in (1, 2):
-        run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(tied=True), tmp_path / str(processes)),
+        output = tmp_path / str(processes)
+        run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(tied=True), output),
                    processes=processes)
-    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
-    assert one.keys() == two.keys() and "lm_head.weight" not in one
-    assert all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
+    assert_same_weights(tmp_path / "1", tmp_path / "2")
+    assert "lm_head.weight" not in weights(tmp_path / "1")
 
 
 @pytest.mark.parametrize("change, differs", [
-    (("--privileged", "none"), True), (("--normalise", "trajectory"), True), (("--normalise", "none"), True),
-    (("--nll", "0"), True), (("--pairs", "all"), False), (("--seed", "0"), False),
-    (("--dtype", "bfloat16"), True), (("--dtype", "float32"), False),
+    (("--privileged", "none"), True), (("--normalise", "trajectory"), True),
+    (("--normalise", "none"), True), (("--nll", "0"), True), (("--pairs", "all"), False),
+    (("--seed", "0"), False), (("--dtype", "bfloat16"), True), (("--dtype", "float32"), False),
 ])
 def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change, differs):
     folder, _ = trained
-    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), tmp_path / "critic", *change))
-    same = all(torch.equal(weights(tmp_path / "critic")[name], value) for name, value in weights(folder / "critic").items())
+    output = tmp_path / "critic"
+    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), output, *change))
+    changed = weights(output)
+    same = all(torch.equal(changed[name], value)
+               for name, value in weights(folder / "critic").items())
     assert same != differs
 
 
 def test_the_value_head_trains_and_scores(trained, tiny, tmp_path):
     folder, _ = trained
     output = tmp_path / "critic"
-    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), output, "--head", "value", "--epochs", 12))
+    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), output,
+                                         "--head", "value", "--epochs", 12))
     losses = [line["train/loss"] for line in metrics(output)]
     assert losses[-1] < losses[0]
-    critic = train_critic.Critic(str(output), "cpu")
+    critic = Critic(str(output), "cpu")
     task = episode("t", 1.0)["task"]
     scores = critic.score(task, dialogue("t"), ["a b", "c", "a b"], [True] * 3)
     assert scores[0] == scores[2] != scores[1]
@@ -354,7 +668,8 @@ def test_no_mixed_outcome_is_a_sentence(tiny, tmp_path):
     path = tmp_path / "episodes.jsonl"
     path.write_text(json.dumps(episode("t", 1.0)) + "\n")
     done = run_script("train_critic.py", *flags(path, tiny(), tmp_path / "critic"), check=False)
-    assert done.returncode == 1 and "no task with a better and a worse episode" in done.stderr
+    assert done.returncode == 1 and str(path) in done.stderr
+    assert "no task with a better and a worse episode" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -362,22 +677,51 @@ def test_failed_episodes_are_left_out_and_counted(tiny, tmp_path):
     path = write_episodes(tmp_path / "episodes.jsonl")
     with open(path, "a") as file:
         file.write(json.dumps(episode("task0", None, 9, error="human: gone")) + "\n")
-    done = run_script("train_critic.py", *flags(path, tiny(), tmp_path / "critic", "--max_steps", 1))
-    assert "18 episodes of 6 tasks (1 failed ones left out)" in done.stdout
+    done = run_script("train_critic.py",
+                      *flags(path, tiny(), tmp_path / "critic", "--max_steps", 1))
+    assert "18 episodes of 6 tasks (1 failed" in done.stdout
+
+
+def test_ranks_whose_items_have_different_numbers_of_rows_train_as_one_process_does(
+        tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl", samples=2, more=1)
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        run_script("train_critic.py",
+                   *flags(episodes, tiny(), output, "--share", "state", "--batch_size", 3),
+                   processes=processes, timeout=120)
+    assert_same_weights(tmp_path / "1", tmp_path / "2")
+
+
+def test_a_second_kill_between_the_renames_of_a_state_still_leaves_one_to_resume_from(
+        tiny, tmp_path, monkeypatch):
+    model, process = load_model(tiny()), Process(0, 1, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    train_critic.save_state(tmp_path / "state", 3, model, optimizer, process)
+    (tmp_path / "state").rename(tmp_path / "state.old")  # the first kill
+    monkeypatch.setattr(type(tmp_path), "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_critic.save_state(tmp_path / "state", 5, model, optimizer, process)
+    assert train_critic.load_state(tmp_path / "state", model, optimizer, process) == 3
 
 
 # -----------------------------------------------------------------------------
 # The critic as a scorer
 
 
-def test_candidates_in_one_row_score_as_each_alone_and_see_nothing_of_each_other(trained):
+def test_candidates_scored_together_score_as_each_alone_and_see_nothing_of_each_other(trained):
     folder, _ = trained
-    critic = train_critic.Critic(str(folder / "critic"), "cpu")
+    critic = Critic(str(folder / "critic"), "cpu")
     task = episode("t", 1.0)["task"]
     texts = ["what is it?", "x", "tell me more about that", "what is it?"]
     finished = [True, False, True, True]
     together = critic.score(task, dialogue("t"), texts, finished)
-    alone = [critic.score(task, dialogue("t"), [text], [done])[0] for text, done in zip(texts, finished, strict=True)]
+    alone = [critic.score(task, dialogue("t"), [text], [done])[0]
+             for text, done in zip(texts, finished, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5) and together[0] == together[3]
     changed = critic.score(task, dialogue("t"), ["completely other", *texts[1:]], finished)
     assert changed[1:] == pytest.approx(together[1:], abs=1e-5)
@@ -385,20 +729,14 @@ def test_candidates_in_one_row_score_as_each_alone_and_see_nothing_of_each_other
 
 def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by_one(trained):
     folder, _ = trained
-    critic = train_critic.Critic(str(folder / "critic"), "cpu")
-    whole = episode("t", 1.0, texts=("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x"))
-    single = [critic.score(whole["task"], messages, [whole["dialogue_history"][2 * turn + 1]["content"]], [True])[0]
-              for _, turn, messages in train_critic.states_of([whole])]
+    critic = Critic(str(folder / "critic"), "cpu")
+    texts = ("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x")
+    whole = episode("t", 1.0, texts=texts)
+    single = []
+    for _, turn, messages in states_of([whole]):
+        text = whole["dialogue_history"][2 * turn + 1]["content"]
+        single += critic.score(whole["task"], messages, [text], [True])
     assert critic.score_dialogue(whole) == pytest.approx(single, abs=1e-5) and len(single) == 3
-
-
-def test_ranks_whose_items_have_different_numbers_of_rows_train_as_one_process_does(tiny, tmp_path):
-    episodes = write_episodes(tmp_path / "episodes.jsonl", samples=2, more=1)
-    for processes in (1, 2):
-        run_script("train_critic.py", *flags(episodes, tiny(), tmp_path / str(processes), "--share", "state",
-                                             "--batch_size", 3), processes=processes, timeout=120)
-    one, two = weights(tmp_path / "1"), weights(tmp_path / "2")
-    assert all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
 
 
 def test_the_critics_logits_are_exact_where_its_model_is_not():
@@ -413,45 +751,8 @@ def test_the_critics_logits_are_exact_where_its_model_is_not():
 
 
 def test_a_value_head_tells_close_candidates_apart_where_its_model_is_rounded():
-    from transformers import AutoModelForTokenClassification
-
-    torch.manual_seed(0)
-    config = tiny_model(byte_tokenizer()).config
-    config.num_labels = 1
-    rounded, ids = AutoModelForTokenClassification.from_config(config).eval().to(torch.bfloat16), torch.arange(200)[None]
-    distinct = [rounded(ids).logits.unique().numel()]
+    rounded = value_model(byte_tokenizer()).eval().to(torch.bfloat16)
+    ids = torch.arange(200)[None]
+    distinct = rounded(ids).logits.unique().numel()
     rounded.score = train_critic.exact(rounded.score)
-    assert rounded(ids).logits.unique().numel() > distinct[0]
-
-
-def test_padding_goes_on_counting_so_that_transformers_sees_one_sequence_and_makes_no_mask():
-    rows = [Row(list(range(5)), [-1, 0, 0, 0, 0], 1), Row(list(range(9)), [-1] + [0] * 8, 1)]
-    batch = train_critic.collate(rows, "cpu")
-    assert batch["positions"].tolist() == [list(range(9))] * 2 and batch["mask"] is None
-
-
-@pytest.mark.parametrize("head, right", [("logratio", 0.0), ("value", 1.0)])
-def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(monkeypatch, head, right):
-    rows = [Row([0], [-1], 8), Row([0], [-1], 3)]  # eight turns, each a little better than the three of the other
-    monkeypatch.setattr(train_critic, "share_scores", lambda *_: [([-1.0] * 8, [1.0] * 8), ([-1.2] * 3, [1.0] * 3)])
-    found = train_critic.holdout_metrics(None, [train_critic.Item(rows, [1.0, 0.0], [(0, 1)])],
-                                         types.SimpleNamespace(head=head, beta=1.0, micro_batch_size=1), None)
-    assert found["holdout/accuracy"] == right and ("holdout/loss" in found) == (head == "logratio")
-
-
-def test_a_second_kill_between_the_renames_of_a_state_still_leaves_one_to_go_on_from(tiny, tmp_path, monkeypatch):
-    from colbench import load_model
-    from collect import Process
-
-    model, process = load_model(tiny()), Process(0, 1, "cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    train_critic.save_state(tmp_path / "state", 3, model, optimizer, process)
-    (tmp_path / "state").rename(tmp_path / "state.old")  # the first kill
-    monkeypatch.setattr(type(tmp_path), "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train_critic.save_state(tmp_path / "state", 5, model, optimizer, process)
-    assert train_critic.load_state(tmp_path / "state", model, optimizer, process) == 3
+    assert rounded(ids).logits.unique().numel() > distinct

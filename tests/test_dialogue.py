@@ -1,12 +1,14 @@
 """Tasks, views, dialogue rules and token ids. Run: pytest tests/test_dialogue.py"""
 
 import json
+from concurrent.futures import Future
 
 import pytest
 from conftest import TEMPLATES, UNNESTED, byte_tokenizer
 
 from colbench import (
     DOMAINS,
+    Referee,
     agent_messages,
     complete_task,
     critic_messages,
@@ -18,6 +20,7 @@ from colbench import (
     read_tasks,
     split_message,
 )
+from judge.sandbox import Grade
 from speakers.interface import Utterance
 
 TASK = {
@@ -164,18 +167,27 @@ def test_the_leak_meter_measures_the_longest_repeated_run():
     (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
 def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
         reply_chars, domain, expected):
-    from collect import Dialogue, Rules, human_turn
+    from collect import Parties, Rules, interleave, play
 
     class Wordy:
-        def speak(self, conversations, **options):
+        reads_history = True
+
+        def speak(self, conversations, n, seeds, tasks, keys):
             return [[Utterance("x" * 2000, True)] for _ in conversations]
 
-        def human_view(self, *dialogue):
-            return []
+        def count_tokens(self, texts):
+            return None
 
-    dialogue = Dialogue({"task_id": "t", "domain": domain}, 0, DIALOGUE[:2])
-    human_turn([dialogue], Wordy(), Rules(None, None, 10, reply_chars, 0), Wordy())
-    assert dialogue.history[2] == {"role": "user", "content": "x" * expected}
+    class Judge(Referee):
+        def grade(self, task, answer):
+            grade = Future()
+            grade.set_result(Grade(0.0, None, {}))
+            return grade
+
+    task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
+    parties = Parties(Wordy(), Wordy(), Judge([task], None), Rules(None, None, 2, reply_chars, 0))
+    (episode,) = interleave([play(task, 0, parties, lambda: None)], 1)
+    assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import numpy
 import pytest
 
 import evaluate
-from speakers.interface import SpeakerError, Utterance
+from collect import interleave, reply_of
+from speakers.interface import Request, SpeakerError, Utterance
 
 
 def draws(runs, tasks, count=2000):
@@ -255,6 +256,12 @@ def test_all_errors_still_give_a_table_and_a_report(tmp_path):
 # Best of N
 
 
+def reply(speaker, request):
+    """What a speaker made of others says, with its questions answered as in a rollout."""
+    (said,) = interleave([reply_of(speaker, request)], 1)
+    return said
+
+
 class FixedSpeaker:
     """Says "0", "1", ...; keeps what it was asked."""
 
@@ -281,8 +288,7 @@ class FixedScorer:
 def test_best_of_n_takes_the_best_score_and_the_first_without_scores(scores, chosen):
     speaker = FixedSpeaker()
     best = evaluate.BestOfN(speaker, FixedScorer(scores), 3)
-    answers = best.speak([["m"]], seeds=[7], tasks=["task"], keys=["key"])
-    assert answers == [[Utterance(chosen, True)]]
+    assert reply(best, Request(["m"], 1, 7, "task", "key")) == [Utterance(chosen, True)]
     assert speaker.asked == (3, [7], ["task"], ["key"])
 
 
@@ -292,26 +298,27 @@ def test_best_of_n_passes_an_error_of_the_speaker_on():
             return [SpeakerError("server gone")]
 
     best = evaluate.BestOfN(Failing(), FixedScorer(None), 3)
-    (answer,) = best.speak([["m"]], tasks=["task"])
-    assert isinstance(answer, SpeakerError)
+    assert isinstance(reply(best, Request(["m"])), SpeakerError)
 
 
-@pytest.mark.parametrize("answer, scores", [
-    ([Utterance("Candidate 2.", True)], [0.0, 1.0]),
-    ([Utterance("3", True)], [0.0, 0.0]),
-    ([Utterance("none", True)], [0.0, 0.0]),
-    (SpeakerError("server gone"), [0.0, 0.0]),
+@pytest.mark.parametrize("answer, chosen", [
+    ([Utterance("Candidate 2.", True)], "1"),
+    ([Utterance("3", True)], "0"),
+    ([Utterance("none", True)], "0"),
+    (SpeakerError("server gone"), "0"),
 ])
-def test_a_grader_model_scores_the_candidate_that_it_names(monkeypatch, answer, scores):
+def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
+        monkeypatch, answer, chosen):
     class Grader:
         def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-            assert "[1] yes\n[2] no" in conversations[0][0]["content"]
+            assert "[1] 0\n[2] 1" in conversations[0][0]["content"]
             return [answer]
 
     monkeypatch.setattr(evaluate, "load_speaker", lambda *arguments: Grader())
     grader = evaluate.GraderModel("some/model", None)
-    messages = [{"role": "user", "content": "p"}]
-    assert grader.score("task", messages, ["yes", "no"], [True, True]) == scores
+    best = evaluate.BestOfN(FixedSpeaker(), grader, 2)
+    request = Request([{"role": "user", "content": "p"}])
+    assert reply(best, request) == [Utterance(chosen, True)]
 
 
 # -----------------------------------------------------------------------------

@@ -517,7 +517,7 @@ def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
     args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted",
                                "--agent_prompt", str(prompt), "--output", str(output)])
     collect.claim_rollout(f"{output}.run.json", vars(args), PROCESS)
-    output.touch()
+    output.write_text(json.dumps(episode("t", 1.0)) + "\n")
     prompt.write_text("Answer.")
     with pytest.raises(SystemExit, match="differs in .*prompt.txt"):
         collect.claim_rollout(f"{output}.run.json", vars(args), PROCESS)
@@ -567,7 +567,7 @@ def test_a_full_disk_stops_a_rollout_with_a_sentence_and_it_resumes(small_disk, 
     run_script("collect.py", *rollout(tmp_path / "whole"))
     whole = tmp_path / "whole/episodes.jsonl"
     assert (folder / "episodes.jsonl").read_bytes() == whole.read_bytes()
-    left = sorted(path.name for path in folder.iterdir())
+    left = sorted(path.name for path in folder.glob("[!.]*"))  # the lock is hidden
     assert left == ["episodes.jsonl", "episodes.jsonl.run.json"]
 
 

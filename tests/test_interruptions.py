@@ -117,11 +117,10 @@ class Command:
 
 
 def contents(folder):
-    """Every file of a finished run, without step times and without what a kill left half-written.
-    """
+    """Every file of a finished run, without step times, locks, and half files that a kill left."""
     files = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and ".tmp" not in path.name:
+        if path.is_file() and ".tmp" not in path.name and path.suffix != ".lock":
             name = str(path.relative_to(folder))
             files[name] = re.sub(rb'"time/step": [0-9.e-]+', b"", path.read_bytes())
     return files
@@ -218,11 +217,14 @@ def stop_others(processes, signal_number):
 
 def no_line_lost(folder, before):
     """The whole lines of all JSONL files that grow; those `before` the last kill are still there.
+
+    Ranks have files of their own, NAME.jsonl.rank0 and so on, until they are merged.
     """
     lines = set()
-    for path in folder.glob("*.jsonl"):
-        if path.name != "metrics.jsonl":  # steps after the last saved state are repeated
-            lines |= {(path.name, line) for line in path.read_bytes().split(b"\n")[:-1]}
+    for path in [*folder.glob("*.jsonl"), *folder.glob("*.jsonl.rank*")]:
+        name = path.name.split(".rank")[0]
+        if name != "metrics.jsonl":  # steps after the last saved state are repeated
+            lines |= {(name, line) for line in path.read_bytes().split(b"\n")[:-1]}
     assert before <= lines
     return lines
 
@@ -287,7 +289,7 @@ def process_ended(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("name, begun", [("collect", "episodes.jsonl"), ("mtdpo", "state")])
+@pytest.mark.parametrize("name, begun", [("collect", "episodes.jsonl.rank*"), ("mtdpo", "state")])
 def test_torchrun_ends_soon_after_the_kill_of_a_rank_and_its_command_resumes(
         commands, tmp_path, name, begun, victim):
     run = torchrun(commands[name], tmp_path)
@@ -342,7 +344,7 @@ def test_a_stop_is_clean_and_says_how_to_resume(commands, tmp_path, name, signal
     expected, _ = command.whole()
     command.log.write_text("")
     process, = command.start(tmp_path / "output")
-    wait_for_file(tmp_path, "output/*.json*", process_ended(process))
+    wait_for_file(tmp_path, "output/[!.]*.json*", process_ended(process))
     os.kill(process.pid, signal_number)
     process.join(MINUTE)
     printed = command.log.read_text()

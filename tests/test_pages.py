@@ -25,7 +25,7 @@ from judge.pages import (
     ClipReward,
     embedded_similarity,
     extract_html,
-    grade_pages,
+    grade_page,
     graded_page,
     last_page,
     official_addresses,
@@ -165,17 +165,17 @@ def test_a_blank_page_is_far_from_every_real_page(browser, real_pages):
 def test_answers_without_a_page_score_zero_and_say_so(browser):
     task = {"ground_truth": PAGE}
     too_long = "<html>" + "x" * 10**6 + "</html>"
-    grades = grade_pages([task] * 3, ["no page", too_long, PAGE], browser)
+    grades = [grade_page(task, answer, browser.render)
+              for answer in ("no page", too_long, PAGE)]
     assert grades[0] == Grade(0.0, None, {"page": "no page in the answer"})
     assert grades[1].reward == 0.0
     assert "characters" in grades[1].reasons["page"]
     assert grades[2] == Grade(1.0, None, {"page": "rendered"})
-    assert grade_pages([task], [PAGE], browser) == grades[2:]
 
 
 def test_a_solution_that_cannot_be_drawn_is_named_as_the_reason(browser):
     task = {"ground_truth": "x" * 10**6}
-    (grade,) = grade_pages([task], [PAGE], browser)
+    grade = grade_page(task, PAGE, browser.render)
     assert grade.reward == 0.0
     assert "characters" in grade.reasons["solution"]
 

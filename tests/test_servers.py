@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import speakers
 import train_policy
 from colbench import derive_seed, read_tasks
 from speakers import load_speaker
-from speakers.interface import SpeakerError, SpeakerSettings, Utterance
+from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
 from toy.world import SCRIPTED
 
@@ -49,18 +50,20 @@ SENSELESS_BODIES = {
 class Server(ThreadingHTTPServer):
     """Answers from (messages, seed) alone, except for a seeded share of calls, which fail.
 
-    After `dies_after` calls, all of them fail.
+    After `dies_after` calls, all of them fail. `models` are the names that it lists under
+    `path`/models; with None it has no list.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answer, fault_rate=0.0, faults=FAULTS, dies_after=None):
+    def __init__(self, answer, fault_rate=0.0, faults=FAULTS, dies_after=None, models=None):
         super().__init__(("127.0.0.1", 0), Handler)
+        self.models = models
         self.answer = answer
         self.fault_rate, self.faults, self.dies_after = fault_rate, faults, dies_after
         self.draw, self.lock, self.calls = random.Random(0), threading.Lock(), 0
-        self.seen_faults, self.seen_keys = set(), set()
+        self.seen_faults, self.seen_keys, self.seen_models = set(), set(), set()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
     def fault(self):
@@ -82,10 +85,19 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         """Silent."""
 
+    def do_GET(self):
+        self.server.seen_keys.add(self.headers.get("Authorization"))
+        if self.server.models is None or self.path != "/v1/models":
+            self.reply(404, b"not found")
+            return
+        rows = [{"id": name, "object": "model"} for name in self.server.models]
+        self.reply(200, json.dumps({"object": "list", "data": rows}).encode())
+
     def do_POST(self):
         body = self.body()
         key = self.headers.get("Authorization")
         self.server.seen_keys.add(key)
+        self.server.seen_models.add(body["model"])
         fault = self.server.fault()
         choices = []
         for index in range(body["n"]):
@@ -111,8 +123,10 @@ class Handler(BaseHTTPRequestHandler):
     def body(self):
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
-    def reply(self, status, body, length=None):
+    def reply(self, status, body, length=None, headers=()):
         self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         self.wfile.write(body)
@@ -284,9 +298,12 @@ def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
     with running(echo, dies_after=0) as server:
         speaker = load_speaker(server.url)
         assert all(isinstance(error, SpeakerError) for error in speaker.speak(CONVERSATIONS))
-        message = "no answer to many requests .*HTTP 503.*start it again, then give the same"
+        calls = server.calls
+        assert all(isinstance(error, SpeakerError) for error in speaker.speak(CONVERSATIONS))
+        assert server.calls == calls  # nothing new is asked
+        message = "no answer .*to many requests .*HTTP 503.*start it again, then rerun the same"
         with pytest.raises(SystemExit, match=message):
-            speaker.speak(CONVERSATIONS)
+            collect.stop_if_given_up(speaker)
 
 
 def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversation():
@@ -294,16 +311,254 @@ def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversatio
         settings = SpeakerSettings(max_new_tokens=8)
         speaker = ServerSpeaker(server.url, settings, pause=0.001, timeout=0.1)
         began = time.monotonic()
-        with pytest.raises(SystemExit, match="no answer to many requests in a row"):
-            for conversation in CONVERSATIONS:  # one at a time: the slowest way to notice
-                speaker.speak([conversation])
+        for conversation in CONVERSATIONS:  # one at a time: the slowest way to notice
+            assert isinstance(speaker.speak([conversation])[0], SpeakerError)
+        with pytest.raises(SystemExit, match="no answer .*to many requests in a row"):
+            collect.stop_if_given_up(speaker)
         assert 0.6 < time.monotonic() - began < 5
 
 
+class Busy(Handler):
+    """Asks the first so many calls to come back later: `limit` is (calls, status, Retry-After)."""
+
+    def do_POST(self):
+        calls, status, retry_after = self.server.limit
+        with self.server.lock:
+            self.server.times.append(time.monotonic())
+            busy = len(self.server.times) <= calls
+        if busy:
+            self.body()
+            self.reply(status, b"later", headers=[("Retry-After", retry_after)])
+        else:
+            super().do_POST()
+
+
+@contextlib.contextmanager
+def busy(calls, status, retry_after):
+    with running(echo) as server:
+        server.RequestHandlerClass = Busy
+        server.limit, server.times = (calls, status, retry_after), []
+        yield server
+
+
+@pytest.mark.parametrize("status, retry_after, least, most", [
+    (429, "1", 1, 6),
+    (503, " 1 ", 1, 6),
+    (429, "0", 0, 0.9),
+    (429, "Wed, 21 Oct 2026 07:28:00 GMT", 0, 0.9),
+    (429, "-1", 0, 0.9),
+    (429, "1e9", 0, 0.9),
+    (429, "\xb2", 0, 0.9),
+])
+def test_a_server_that_asks_to_wait_some_seconds_is_asked_again_after_them(
+        impatient, status, retry_after, least, most):
+    with busy(1, status, retry_after) as server:
+        answer = load_speaker(server.url).speak(CONVERSATIONS[:1])[0]
+    first, second = server.times
+    assert isinstance(answer[0], Utterance)
+    assert least <= second - first < most
+
+
+def paused(monkeypatch):
+    """The pauses of the client, which it writes down in place of sleeping."""
+    pauses = []
+    clock = types.SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses))
+    monkeypatch.setattr("speakers.server.time", clock)
+    return pauses
+
+
+def test_a_server_that_asks_to_wait_an_hour_is_asked_again_after_a_minute(monkeypatch):
+    with busy(1, 503, "3600") as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings())
+        pauses = paused(monkeypatch)
+        speaker.speak(CONVERSATIONS[:1])
+    assert len(pauses) == 1 and 60 <= pauses[0] < 61
+
+
+def test_a_server_that_asks_to_wait_is_not_silent(monkeypatch):
+    with busy(100, 429, "30") as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), timeout=5)
+        pauses = paused(monkeypatch)
+        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0], SpeakerError)
+    assert len(pauses) == speaker.retries - 1 and sum(pauses) > 6 * 5
+    assert speaker.given_up is None
+
+
+class BusyForOne(Handler):
+    """Asks the first conversation alone to come back later."""
+
+    def do_POST(self):
+        body = self.body()
+        text = body["messages"][0]["content"]
+        if text == "question 0":
+            self.reply(429, b"later", headers=[("Retry-After", "30")])
+            return
+        choice = {"message": {"content": text}, "finish_reason": "stop"}
+        self.reply(200, json.dumps({"choices": [choice]}).encode())
+
+
+def test_the_retries_of_one_request_hold_up_no_other_one():
+    with running(echo) as server:
+        server.RequestHandlerClass = BusyForOne
+        speaker = ServerSpeaker(server.url, SpeakerSettings(batch_size=40))
+        replies = [speaker.submit(Request(conversation)) for conversation in CONVERSATIONS]
+        answers = [reply.result(20)[0].text for reply in replies[1:]]
+        assert answers == [conversation[0]["content"] for conversation in CONVERSATIONS[1:]]
+        assert not replies[0].done()
+
+
+def test_a_run_that_fails_does_not_wait_for_requests_under_way(tmp_path):
+    program = """if True:
+        import sys
+        from speakers.interface import Request, SpeakerSettings
+        from speakers.server import ServerSpeaker
+        speaker = ServerSpeaker(sys.argv[1], SpeakerSettings())
+        speaker.submit(Request([{"role": "user", "content": "question 0"}]))
+        raise SystemExit("no space left")"""
+    with running(echo) as server:
+        server.RequestHandlerClass = BusyForOne
+        run = subprocess.run([sys.executable, "-c", program, server.url], cwd=ROOT, timeout=20,
+                             capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr == "no space left\n"
+
+
 def test_by_default_no_refused_request_waits_longer_than_a_minute():
-    speaker = ServerSpeaker("http://127.0.0.1:9/v1", SpeakerSettings(max_new_tokens=8))
+    with running(echo) as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(max_new_tokens=8))
     pauses = [speaker.pause * 2**attempt for attempt in range(speaker.retries - 1)]
     assert sum(pauses) < 60
+
+
+# -----------------------------------------------------------------------------
+# The check of the address and of the model's name
+
+ADAPTERS = ["meta-llama/Llama-3.1-8B-Instruct", "sql-lora", "out/sweet"]
+
+
+def named(name):
+    return SpeakerSettings(model_name=name)
+
+
+def test_a_server_with_one_model_needs_no_name():
+    with running(echo, models=["org/model"]) as server:
+        speaker = load_speaker(server.url)
+        speaker.speak(CONVERSATIONS[:2])
+    assert speaker.model_name == "org/model" and server.seen_models == {"org/model"}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_ids_with_slashes_and_adapters_are_models_like_all_others(name):
+    with running(echo, models=ADAPTERS) as server:
+        load_speaker(server.url, settings=named(name)).speak(CONVERSATIONS[:2])
+    assert server.seen_models == {name}
+
+
+def test_several_models_and_no_name_is_a_sentence_with_the_names():
+    with running(echo, models=ADAPTERS) as server:
+        message = f"found 3 models, expected the name of one .*{', '.join(ADAPTERS)}.*_model"
+        with pytest.raises(SystemExit, match=message):
+            load_speaker(server.url)
+    assert server.calls == 0
+
+
+@pytest.mark.parametrize("name", [
+    "Llama-3.1-8B-Instruct", "meta-llama/llama-3.1-8b-instruct", "out/sweet/", "gpt", ""])
+def test_an_unknown_model_name_is_a_sentence_with_the_names_that_there_are(name):
+    with running(echo, models=ADAPTERS) as server:
+        with pytest.raises(SystemExit, match="expected one of.*--agent_model") as end:
+            load_speaker(server.url, settings=named(name))
+    assert f"found no model {name!r}" in str(end.value)
+    assert all(model in str(end.value) for model in ADAPTERS)
+    assert server.calls == 0
+
+
+def test_a_long_list_of_models_is_cut_in_the_sentence():
+    with running(echo, models=[f"model-{index}" for index in range(90)]) as server:
+        with pytest.raises(SystemExit, match="model-0, model-1, .*model-19 and 70 more"):
+            load_speaker(server.url)
+
+
+def test_a_directory_that_a_server_does_not_list_is_asked_for_all_the_same(tmp_path):
+    with running(echo, models=ADAPTERS) as server:  # as `transformers serve` loads on demand
+        load_speaker(server.url, settings=named(str(tmp_path))).speak(CONVERSATIONS[:2])
+    assert server.seen_models == {str(tmp_path)}
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+@pytest.mark.parametrize("name", [None, "org/model", "unknown"])
+def test_a_forgotten_v1_is_a_sentence_with_the_right_address(end, name):
+    with running(echo, models=["org/model"]) as server:
+        address = server.url.removesuffix("/v1")
+        with pytest.raises(SystemExit, match=f"no API there but one at {server.url}, expected") \
+                as message:
+            load_speaker(address + end, settings=named(name))
+    assert str(message.value).endswith(f"give {server.url}") and server.calls == 0
+
+
+class Unlisted(Handler):
+    """Answers everywhere and lists nothing; `server.get` is (status, body) of each GET."""
+
+    def do_GET(self):
+        self.reply(*self.server.get)
+
+
+@pytest.mark.parametrize("get", [
+    (404, b"{}"), (405, b""), (501, b""), (401, b"no"), (403, b"no"), (500, b""), (429, b""),
+    (200, b"<html>"), (200, b"[]"), (200, b"{}"), (200, b'{"data": null}'), (200, b'{"data": []}'),
+    (200, b'{"data": [{"name": "x"}]}'), (200, b'{"data": [{"id": {}}]}'),
+])
+@pytest.mark.parametrize("name", [None, "org/model"])
+def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, name):
+    with running(echo) as server:
+        server.RequestHandlerClass, server.get = Unlisted, get
+        answers = load_speaker(server.url, settings=named(name)).speak(CONVERSATIONS[:2])
+    assert all(isinstance(answer[0], Utterance) for answer in answers)
+    assert server.seen_models == {name}
+
+
+def test_a_server_without_a_list_is_not_asked_for_it_for_long():
+    with running(echo) as server:
+        for status in (404, 405, 501):
+            server.RequestHandlerClass, server.get = Unlisted, (status, b"")
+            began = time.monotonic()
+            load_speaker(server.url)
+            assert time.monotonic() - began < 0.4  # no retries: a first pause is this long
+
+
+class FaultyList(Handler):
+    """Fails at the first GETs, each time in another way."""
+
+    def do_GET(self):
+        fault = self.server.list_faults.pop() if self.server.list_faults else None
+        if fault == "closed connection":
+            self.close_connection = True
+        elif fault == "silence":
+            time.sleep(2 * TIMEOUT)
+        elif fault:
+            self.reply(*fault)
+        else:
+            super().do_GET()
+
+
+def test_the_check_survives_faults_of_the_server(impatient):
+    for faults in (["closed connection", (503, b""), (429, b"")], ["silence", (200, b"<html>")]):
+        with running(echo, models=["a", "b"]) as server:
+            server.RequestHandlerClass, server.list_faults = FaultyList, faults
+            with pytest.raises(SystemExit, match="found 2 models"):
+                load_speaker(server.url)
+
+
+@pytest.mark.parametrize("address, reason", [
+    ("http://127.0.0.1:9/v1", "refused"),
+    ("https://127.0.0.1:9", "refused"),
+    ("http://", "no host given"),
+    ("http://localhost:port/v1", "nonnumeric port"),
+    ("http://no.such.host.invalid/v1", ""),
+])
+def test_an_address_where_nobody_is_ends_the_run_with_one_sentence(impatient, address, reason):
+    with pytest.raises(SystemExit, match=f"found no server .*{reason}.*expected one that") as end:
+        load_speaker(address)
+    assert "\n" not in str(end.value)
 
 
 # -----------------------------------------------------------------------------
@@ -344,7 +599,7 @@ def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impat
         text = collected(tmp_path / "whole", file, server.url, batch_size=8)
         expected = text.replace(server.url, "URL")
     with running(toy_answer(tasks), dies_after=120) as server:
-        with pytest.raises(SystemExit, match="start it again, then give the same command again"):
+        with pytest.raises(SystemExit, match="start it again, then rerun the same command"):
             collected(tmp_path, file, server.url, batch_size=8)
         rows = [json.loads(line) for line in open(tmp_path / "episodes.jsonl")]
         finished = {row["task"]["task_id"]: row for row in rows if not row["error"]}
@@ -358,15 +613,21 @@ def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impat
     assert {name: completed[name] for name in finished} == finished
 
 
-def test_no_server_at_all_ends_at_once_with_the_reason_and_what_to_do(
-        impatient, tmp_path, capsys):
-    file, _ = toy_tasks(tmp_path, 3)
-    with pytest.raises(SystemExit, match="every dialogue failed"):  # a recipe stops here
+def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(
+        impatient, tmp_path):
+    file, tasks = toy_tasks(tmp_path, 3)
+    with pytest.raises(SystemExit) as end:  # a recipe stops here
         collected(tmp_path, file, "http://127.0.0.1:9/v1")
-    rows = [json.loads(line) for line in open(tmp_path / "episodes.jsonl")]
-    assert len(rows) == 3
-    assert all("refused" in row["error"] and row["reward"] is None for row in rows)
-    assert "same command" in capsys.readouterr().out
+    message = str(end.value)
+    assert "127.0.0.1:9/v1: found no server" in message and "refused" in message
+    assert "expected one that answers; start it" in message and "rerun the command" in message
+    assert "\n" not in message
+    assert not list(tmp_path.glob("episodes.jsonl*rank*"))
+    assert not (tmp_path / "episodes.jsonl").exists()
+    with running(toy_answer(tasks)) as server:
+        text = collected(tmp_path, file, server.url)
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
 # -----------------------------------------------------------------------------
@@ -392,7 +653,7 @@ def test_the_api_key_goes_to_the_server_and_nowhere_else(tmp_path):
     assert environments
     assert not any(key.encode() in environment for environment in environments)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 3
+    assert {"episodes.jsonl", "episodes.jsonl.run.json"} <= {path.name for path in files}
     assert not any(key.encode() in path.read_bytes() for path in files)
 
 
@@ -420,8 +681,53 @@ def test_a_server_that_repeats_the_api_key_does_not_get_it_into_an_error(impatie
         assert "busy, Bearer (the API key)" in str(error) and "sk-" not in str(error)
 
 
+class Wordy(Handler):
+    """Repeats the API key where a message is cut."""
+
+    def do_POST(self):
+        self.body()
+        key = self.headers["Authorization"].removeprefix("Bearer ")
+        words = b"." * self.server.words_before + f"{key}{key} is no key".encode()
+        self.reply(400, words)
+
+
+@pytest.mark.parametrize("words_before", [270, 285, 290, 299, 300])
+def test_the_cut_of_a_long_error_leaves_no_part_of_the_api_key(
+        impatient, monkeypatch, words_before):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
+    with running(echo) as server:
+        server.RequestHandlerClass, server.words_before = Wordy, words_before
+        error = load_speaker(server.url).speak(CONVERSATIONS[:1])[0]
+    assert "HTTP 400: ..." in str(error)
+    assert "sk" not in str(error)
+
+
+def test_a_line_break_after_the_api_key_is_dropped_and_an_unusable_key_is_not_quoted(
+        impatient, monkeypatch):
+    with running(echo, models=ADAPTERS[:1]) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret\n")
+        assert load_speaker(server.url).speak(CONVERSATIONS[:1])[0][0].text
+        assert server.seen_keys == {"Bearer sk-this-is-secret"}
+        for key in ("sk-this\nis-secret", "sk-this\u2013is-secret", "sk-this\x7fis-secret"):
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            with pytest.raises(SystemExit, match="OPENAI_API_KEY: found a key with") as end:
+                load_speaker(server.url)
+            assert "secret" not in str(end.value) and "sk-" not in str(end.value)
+
+
 # -----------------------------------------------------------------------------
 # A real server
+
+
+def once_up(url, settings):
+    """The speaker of a server that is still starting."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return load_speaker(url, settings=settings)
+        except SystemExit:
+            if time.monotonic() > deadline:
+                raise
 
 
 @pytest.mark.slow
@@ -437,12 +743,8 @@ def test_transformers_serve_answers_as_the_local_speaker_does(tiny):
     try:
         conversation = [{"role": "user", "content": "word " * 9}]
         settings = SpeakerSettings(model_name=tiny(), temperature=0.0, max_new_tokens=8)
-        speaker = load_speaker(f"http://127.0.0.1:{port}/v1", settings=settings)
-        deadline = time.monotonic() + 120
+        speaker = once_up(f"http://127.0.0.1:{port}/v1", settings)
         answer = speaker.speak([conversation])[0]
-        while isinstance(answer, SpeakerError) and time.monotonic() < deadline:
-            speaker.failures_in_a_row = 0  # the server is still starting
-            answer = speaker.speak([conversation])[0]
         local = load_speaker(tiny(), settings=settings).speak([conversation])[0]
         assert isinstance(answer[0], Utterance) and answer[0].text == local[0].text
     finally:

@@ -15,7 +15,7 @@ from colbench import (
     split_message,
 )
 from judge.browser import Browser, find_chromium
-from judge.pages import extract_html, grade_pages, last_page
+from judge.pages import extract_html, grade_page, last_page
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
@@ -163,8 +163,8 @@ def test_each_wrong_slot_lowers_the_similarity_of_a_page(browser):
     for slot, options in SLOTS.items():
         wrong = next(word for word in options if word != wanted[slot])
         page = page_of(task["toy"]["topic"], {**wanted, slot: wrong})
-        assert grade_pages([task], [page], browser)[0].reward < 0.999
-    assert grade_pages([task], [task["ground_truth"]], browser)[0].reward == 1.0
+        assert grade_page(task, page, browser.render).reward < 0.999
+    assert grade_page(task, task["ground_truth"], browser.render).reward == 1.0
 
 
 def test_the_base_policy_writes_pages_of_the_grammar():

@@ -701,15 +701,11 @@ def page_topic(messages):
 # The tiny model that training on the embedded worlds starts from
 
 
-def toy_model(episodes, seed):
-    """A Llama of 0.7 million random parameters, and a tokenizer trained on the episodes.
-
-    The tokenizer has a chat template that omits the system message.
-    """
+def toy_model(tokenizer, seed):
+    """A Llama of 0.7 million random parameters for the toy's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = toy_tokenizer(episodes)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -724,7 +720,7 @@ def toy_model(episodes, seed):
         pad_token_id=0,
         bos_token_id=None,
     )
-    return LlamaForCausalLM(config), tokenizer
+    return LlamaForCausalLM(config)
 
 
 # The answer's marker, a line of code and a tag are one token each, so that an answer has about as
@@ -749,7 +745,10 @@ CHAT_TEMPLATE = (
 
 
 def toy_tokenizer(episodes):
-    """A tokenizer with the words of the episodes' solutions and messages, and a chat template."""
+    """A tokenizer with the words of the episodes' solutions and messages.
+
+    Its chat template omits the system message.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,0 +1,172 @@
+"""Outputs that grow, are locked, are taken over. Run: pytest tests/test_growth.py"""
+
+import fcntl
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
+
+import collect
+from collect import Process, changes_since
+from train_critic import check_same_items, shard
+
+
+def rollout(path, *more, **options):
+    return run_script("collect.py", "--tasks", "toy:backend:train", "--agent", "scripted",
+                      "--output", path, *more, **options)
+
+
+# -----------------------------------------------------------------------------
+# Growing
+
+
+def test_a_pilot_of_few_tasks_and_samples_becomes_the_run_of_more_with_the_same_bytes(tmp_path):
+    pilot, whole = tmp_path / "pilot.jsonl", tmp_path / "whole.jsonl"
+    rollout(pilot, "--num_tasks", 3, "--samples_per_task", 1)
+    first = pilot.read_text()
+    rollout(pilot, "--num_tasks", 5, "--samples_per_task", 1)
+    rollout(pilot, "--num_tasks", 5, "--samples_per_task", 2)
+    rollout(whole, "--num_tasks", 5, "--samples_per_task", 2)
+    assert pilot.read_text() == whole.read_text()
+    assert pilot.read_text().startswith(first)
+    assert json.loads((tmp_path / "pilot.jsonl.run.json").read_text())["flags"]["num_tasks"] == 5
+
+
+def test_an_output_never_shrinks_and_other_flags_are_still_refused(tmp_path):
+    path = tmp_path / "e.jsonl"
+    rollout(path, "--num_tasks", 3)
+    fewer = rollout(path, "--num_tasks", 2, check=False)
+    other = rollout(path, "--num_tasks", 4, "--seed", 1, check=False)
+    assert "differs in num_tasks" in fewer.stderr
+    assert "differs in seed" in other.stderr
+
+
+def test_no_limit_is_more_than_any_number():
+    before = {"flags": {"num_tasks": 5, "seed": 0}, "inputs": {}}
+    assert changes_since(before, {"num_tasks": None, "seed": 0}, {}, ()) == ([], True)
+    before["flags"]["num_tasks"] = None
+    assert changes_since(before, {"num_tasks": 5, "seed": 0}, {}, ()) == (["num_tasks"], False)
+
+
+def training(path, model, output, *more):
+    return ["--episodes", path, "--model", model, "--output", output, "--method", "mtdpo",
+            "--epochs", 3, "--batch_size", 2, "--lr", 1e-3, "--max_length", 600, *more]
+
+
+def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    cut = training(episodes, tiny(), tmp_path / "cut")
+    run_script("train_policy.py", *cut, "--max_steps", 2)
+    assert len(metrics(tmp_path / "cut")) == 2
+    done = run_script("train_policy.py", *cut, "--max_steps", 2)
+    assert "this run is complete" in done.stdout
+    run_script("train_policy.py", *cut, "--max_steps", 4)
+    assert len(metrics(tmp_path / "cut")) == 4
+    run_script("train_policy.py", *cut)
+    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole"))
+    for name, value in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "cut")[name], value), name
+    assert not (tmp_path / "cut/state").exists()
+
+
+def test_max_steps_does_not_compress_the_learning_rate_schedule(tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "cut", "--max_steps", 3))
+    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole"))
+    rates = [[line["optim/lr"] for line in metrics(tmp_path / name)] for name in ("cut", "whole")]
+    assert rates[0] == rates[1][:3] and len(rates[1]) > 3
+
+
+# -----------------------------------------------------------------------------
+# Taken over, and locked
+
+
+def test_an_output_without_a_sound_episode_is_taken_over_by_a_corrected_command(tmp_path):
+    path = tmp_path / "e.jsonl"
+    rollout(path, "--num_tasks", 2)
+    rows = [json.loads(line) | {"error": "agent: gone", "reward": None, "success": None}
+            for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rollout(path, "--num_tasks", 2, "--seed", 1)
+    assert not any(json.loads(line)["error"] for line in path.read_text().splitlines())
+
+
+def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_not(tmp_path):
+    path = tmp_path / "e.jsonl"
+    record = path.with_name("e.jsonl.run.json")
+    code = ("import sys, time, pathlib, collect\n"
+            f"collect.hold_lock(pathlib.Path({str(record)!r}))\n"
+            "print('held', flush=True)\ntime.sleep(60)")
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                              text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        refused = rollout(path, "--num_tasks", 2, check=False)
+        assert refused.returncode == 1 and f"process {holder.pid}" in refused.stderr
+        assert "Traceback" not in refused.stderr and not path.exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+    rollout(path, "--num_tasks", 2)
+    assert len(path.read_text().splitlines()) == 6
+
+
+def test_a_worker_that_outlives_its_torchrun_keeps_the_output_locked(tmp_path):
+    path = tmp_path / "e.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+               "2", str(ROOT / "collect.py"), "--tasks", "toy:backend:train", "--num_tasks", "400",
+               "--agent", "toy/base", "--output", str(path)]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lock = tmp_path / ".e.jsonl.run.json.lock"
+    deadline = time.monotonic() + 60
+    while not (lock.exists() and lock.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.kill()  # of torchrun alone
+    run.wait()
+    try:
+        with open(lock) as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused = rollout(path, check=False)
+        assert "another run that writes to this output" in refused.stderr
+    finally:
+        subprocess.run(["pkill", "-9", "-f", str(path)], check=False)
+
+
+# -----------------------------------------------------------------------------
+# What a trainable model and its ranks need
+
+
+def test_the_pad_token_learns_where_it_is_a_real_one():
+    tokenizer = byte_tokenizer()
+    token = tokenizer.pad_token_id
+    ids = torch.tensor([[5, token, 7, token, 9]])
+    gradients = []
+    for trainable in (True, False):
+        model = tiny_model(tokenizer)
+        if trainable:
+            shard(model, Process(0, 1, "cpu"))
+        else:
+            model.get_input_embeddings().padding_idx = None  # plain autograd
+        model(ids, labels=ids).loss.backward()
+        gradients.append(model.get_input_embeddings().weight.grad[token])
+    assert gradients[0].abs().min() > 0
+    assert torch.equal(*gradients)
+
+
+def test_ranks_that_hold_other_items_stop_and_are_named(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from collect import join_processes\n"
+        "from train_critic import Item, Row, check_same_items\n"
+        "process = join_processes(always=True)\n"
+        "items = [Item([Row([1, 2, process.rank], [-1, 0, 0], 1)], [])]\n"
+        "check_same_items([items[0]], process._replace(rank=0))\n")
+    done = run_script(script, processes=2, check=False)
+    assert done.returncode != 0 and "on the ranks [1] than on rank 0" in done.stderr
+    collect.join_processes(always=True)
+    check_same_items([], Process(0, 1, "cpu"))
