@@ -43,8 +43,8 @@ from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
     COST_FLAGS, Critic, Item, Reader, TrainingLoop, add_training_flags, candidate_rows,
-    check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete, known,
-    load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
+    check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete,
+    known, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
     precompute_reference, reference_sums, save_checkpoint, shard, succeeded, turn_sums)
 
 # -----------------------------------------------------------------------------
