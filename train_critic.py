@@ -231,7 +231,7 @@ def pair_items(reader, pairs_by_task, share):
         report["pairs"] += len(row_pairs)
         for group in group_pairs(row_pairs, share):
             used = list({id(row): row for row in itertools.chain(*group)}.values())
-            index = {id(row): i for i, row in enumerate(used)}
+            index = {id(row): i for i, row in enumerate(used)}  # equal rows may be two
             items.append(Item(used, [(index[id(a)], index[id(b)]) for a, b in group]))
     return items, report
 
@@ -304,11 +304,11 @@ def main(args):
     if not is_complete(output, args.max_steps, process):
         # 3. the model. It has taken no step yet, so now it is pi_ref
         model = load_critic(args, reader, process)
-        if args.head == "logratio":
+        if args.head == "value":
+            objective = functools.partial(value_objective, model)
+        else:
             precompute_reference(model, items + held_items, process, args.micro_batch_size)
             objective = functools.partial(critic_objective, model, settings=settings)
-        else:
-            objective = functools.partial(value_objective, model)
 
         # 4. steps
         loop = TrainingLoop(model, loop_settings(args), process)
@@ -512,8 +512,9 @@ class TrainingLoop:
         if is_finite(metrics):
             self.optimizer.step()
         self.optimizer.zero_grad()
+        limit = PACK_LIMIT if can_pack(self.model) else 0
         metrics["data/tokens"] = sum(len(pack.ids) for item in batch
-                                     for pack in pack_rows(item.rows))
+                                     for pack in pack_rows(item.rows, limit))
         return metrics
 
     def ends_epoch(self, step):
@@ -526,20 +527,26 @@ class TrainingLoop:
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["time/step"] = time.perf_counter() - self.began
         self.log.write(step, metrics)
-        is_cut = step + 1 == self.last < len(self.batches)  # a larger --max_steps resumes it
-        if is_cut or ((step + 1) % self.settings.save_every == 0 and step + 1 < self.last):
+        done = step + 1
+        if done == self.last:
+            save = self.last < len(self.batches)  # cut: a larger --max_steps resumes it
+        else:
+            save = done % self.settings.save_every == 0
+        if save:
             save_state(self.settings.output / "state", step + 1, self.model, self.optimizer,
                        self.process)
 
     def discard_state(self):
         """After the checkpoint is saved, unless --max_steps has cut the run."""
-        if self.process.leads and self.last == len(self.batches):
-            shutil.rmtree(self.settings.output / "state", ignore_errors=True)
+        state = self.settings.output / "state"
+        if self.process.leads and self.last == len(self.batches) and state.is_dir():
+            state.rename(partial_state(state))  # a kill leaves no half state behind
+            shutil.rmtree(partial_state(state), ignore_errors=True)
         self.process.barrier()
 
 
 def forward_shape(item):
-    """(sequences, tokens of the longest) in the item's forward."""
+    """(sequences, tokens of the longest) in the item's forward, as far as candidates are packed."""
     packs = pack_rows(item.rows)
     return len(packs), max(len(pack.ids) for pack in packs)
 
@@ -612,15 +619,15 @@ PACK_LIMIT = 8192
 
 def turn_sums(model, rows, packs_at_once=None):
     """(sums, counts): log-prob sums and token counts of the rows' turns, (R, S) each."""
-    return by_row(forward_turns, model, rows, packs_at_once)
+    return in_packs(forward_turns, model, rows, packs_at_once)
 
 
 def turn_values(model, rows, packs_at_once=None):
     """(values, exists) of a value head at the rows' turns, (R, S) each."""
-    return by_row(forward_values, model, rows, packs_at_once)
+    return in_packs(forward_values, model, rows, packs_at_once)
 
 
-def by_row(forward_packs, model, rows, packs_at_once=None):
+def in_packs(forward_packs, model, rows, packs_at_once=None):
     """Both tables that `forward_packs` gives for packs, with a line for each row: (R, S) each.
 
     Candidates that stand side by side and share a prompt are packed, so that it is computed once:
@@ -667,7 +674,8 @@ class Pack:
     def admits(self, row, limit):
         """Whether the row continues the pack's prompt and fits."""
         length = row.prompt_length
-        return (length > 0 and self.rows[0].prompt_length == length and not row.opening
+        return (length > 0 and self.rows[0].prompt_length == length
+                and not row.opening and not self.rows[0].opening
                 and len(self.ids) + len(row.ids) - length <= limit
                 and self.ids[:length] == row.ids[:length])
 
@@ -812,7 +820,8 @@ def packed_mask(packs, turn_index):
     """
     width = turn_index.shape[1]
     column = torch.arange(width, device=turn_index.device)
-    prompt = torch.tensor([pack.shared_length or width for pack in packs],
+    # a row alone is all prompt: causal
+    prompt = torch.tensor([pack.shared_length if pack.shared_length else width for pack in packs],
                           device=turn_index.device)
     own = turn_index[:, :, None] == turn_index[:, None, :]  # (R, T, T)
     shared = (column[None] < prompt[:, None])[:, None, :]  # (R, 1, T)
@@ -902,10 +911,12 @@ def score_on_all_ranks(model, rows, score, process, micro_batch_size):
             group = mine[start:start + size]
             group_rows = [row for pack in group for row in pack.rows]
             tables = score(group_rows)
-            lines = iter(zip(*tables, strict=True))  # one for each row, in the order of the packs
+            lists = [[line[:row.turns].tolist() for line in lines]
+                     for row, *lines in zip(group_rows, *tables, strict=True)]
+            start_of_pack = 0
             for pack in group:
-                found.append([[line[:row.turns].tolist() for line in next(lines)]
-                              for row in pack.rows])
+                found.append(lists[start_of_pack:start_of_pack + len(pack.rows)])
+                start_of_pack += len(pack.rows)
     scores = {}
     for pack, pack_scores in zip(packs, gather_shares(found, process, len(packs)), strict=True):
         scores |= {id(row): turns for row, turns in zip(pack.rows, pack_scores, strict=True)}
@@ -919,10 +930,11 @@ def no_grad(model):
     FSDP2 leaves the root's parameters unsharded after a forward, to spare the backward a gather
     that never comes here.
     """
+    was_training = model.training
     model.eval()
     with torch.no_grad():
         yield
-    model.train()
+    model.train(was_training)
     if hasattr(model, "reshard"):
         model.reshard()
 
@@ -1009,7 +1021,7 @@ def is_complete(output, max_steps, process):
 def save_state(folder, step, model, optimizer, process):
     """What an exact resume needs; each rank writes its shards. Only a whole folder gets its name.
     """
-    partial = folder.with_name("state.partial")
+    partial = partial_state(folder)
     if process.leads:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -1029,6 +1041,11 @@ def save_state(folder, step, model, optimizer, process):
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def partial_state(folder):
+    """The name of a state that is being written or removed."""
+    return folder.with_name("state.partial")
 
 
 def load_state(folder, model, optimizer, process):
@@ -1124,6 +1141,9 @@ class Critic:
     def __init__(self, path, device=None, reference="privileged", dtype=None):
         flags = critic_flags(path)
         self.head, self.normalise, self.reference = flags["head"], flags["normalise"], reference
+        if self.head not in ("logratio", "value") or reference not in ("privileged", "plain"):
+            raise ValueError(f"found head {self.head!r} and reference {reference!r}, expected"
+                             " logratio or value, and privileged or plain")
         device = device or default_device()
         if self.head == "value" and sees_pictures(path):
             sight = Sight(path, flags["privileged"])
@@ -1212,8 +1232,10 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
     """
     if not items:
         return {}
-    rows = [row for item in items for row in item.rows]
-    chosen, rejected = (side.tolist() for side in pair_indices(items, "cpu"))
+    rows = list({id(row): row for item in items for row in item.rows}.values())
+    index = {id(row): i for i, row in enumerate(rows)}
+    chosen = [index[id(item.rows[a])] for item in items for a, _ in item.pairs]
+    rejected = [index[id(item.rows[b])] for item in items for _, b in item.pairs]
 
     def score(group):
         if settings.head == "value":

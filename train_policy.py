@@ -237,6 +237,8 @@ def method_items(args, reader, episodes, process):
     if args.method == "rft":
         successes = [episode for episode in episodes if succeeded(episode, args.success_reward)]
         return dialogue_items(reader, successes)
+    if args.method != "sft":
+        raise ValueError(f"found method {args.method!r}, expected one of {', '.join(IGNORED)}")
     items, report = dialogue_items(reader, episodes)
     if args.privileged_episodes:
         informed, _ = load_episodes(args.privileged_episodes, args.agent_prompt)
@@ -524,6 +526,8 @@ def check_method_flags(parser, args):
                              " candidates.sampled.jsonl into the new --output)")
         if args.candidates:
             refuse_ignored(parser, args, SAMPLING_FLAGS, "with --candidates")
+        if not args.sampler:
+            refuse_ignored(parser, args, ("sampler_model",), "without --sampler")
         if args.states != "successes":
             refuse_ignored(parser, args, ("success_reward",), "by --states all")
     if args.method == "mtdpo" and args.pairs != "success_vs_failure":

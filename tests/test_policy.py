@@ -498,23 +498,6 @@ def test_a_run_that_was_killed_and_resumed_ends_bit_equal(trained, tiny, tmp_pat
     assert [line["step"] for line in metrics(cut)] == list(range(len(metrics(whole))))
 
 
-def test_a_run_cut_by_max_steps_is_a_checkpoint_and_without_the_limit_resumes_bit_equal(
-        trained, tiny, tmp_path):
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-
-    def command(output, *more):
-        return flags("mtdpo", trained, tiny(), output, "--epochs", 2, *more)
-
-    run_script("train_policy.py", *command(whole))
-    run_script("train_policy.py", *command(cut, "--max_steps", 2))
-    assert len(metrics(cut)) == 2 < len(metrics(whole)) and not same_weights(cut, whole)
-    again = run_script("train_policy.py", *command(cut, "--max_steps", 2))
-    assert "complete" in again.stdout
-    run_script("train_policy.py", *command(cut))
-    assert same_weights(cut, whole) and not (cut / "state").exists()
-    assert [line["step"] for line in metrics(cut)] == list(range(len(metrics(whole))))
-
-
 def test_another_command_on_the_same_output_is_refused(trained, tiny):
     done = run_script("train_policy.py",
                       *sweet(trained, tiny(), trained / "sweet", "--beta", "0.3"), check=False)
