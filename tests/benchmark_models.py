@@ -264,7 +264,7 @@ def policy_methods(world, prompt, longest, draw):
     single = [concatenated(list(pair)) for pair in zip(chosen, rejected, strict=True)]
 
     def our_loss(item):
-        settings = DpoSettings(BETA, 0.0)
+        settings = DpoSettings(BETA, nll=0.0)
         return lambda: dpo_objective(world.model, [item], settings)["train/loss"].mean()
 
     def ours(share):

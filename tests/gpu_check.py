@@ -174,15 +174,15 @@ def report_policy(bench, dry):
              "--share pair": parts.state_items(bench.tokenizer, ranked_state, "pair")}
     apart = []
     for item in items["--share pair"]:  # rows without a prompt are never packed
-        rows = [dataclasses.replace(row, prompt=0) for row in item.rows]
+        rows = [dataclasses.replace(row, prompt_length=0) for row in item.rows]
         apart.append(dataclasses.replace(item, rows=rows))
     items["rows apart"] = apart
     for name, own in items.items():
         precompute_reference(bench.model, own, bench.process)
 
         def step(own=own):
+            settings = DpoSettings(parts.BETA, nll=0.0)
             for item in own:
-                settings = DpoSettings(parts.BETA, 0.0)
                 losses = dpo_objective(bench.model, [item], settings)["train/loss"]
                 losses.sum().backward()
 
