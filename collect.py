@@ -253,7 +253,7 @@ def stop_if_given_up(*speakers):
 
 
 class Progress:
-    """The leader's bar: episodes, and the turns and requests in flight between them."""
+    """The leader's bar: episodes, and between them turns, and requests and grades in flight."""
 
     def __init__(self, total, episodes, process):
         self.totals, self.turns, self.in_flight = Counter(), 0, 0
@@ -279,7 +279,7 @@ class Progress:
         self.draw(self.world)
 
     def draw(self, episodes):
-        waiting = f", {self.in_flight} requests in flight" if self.in_flight else ""
+        waiting = f", {self.in_flight} in flight" if self.in_flight else ""
         self.bar.set_postfix_str(f"{summary(self.totals)}, {self.turns} turns{waiting}",
                                  refresh=False)
         self.bar.update(episodes)

@@ -545,7 +545,7 @@ def test_nothing_is_played_twice_after_a_run_of_another_world_size(tmp_path, mon
 
 @pytest.mark.slow
 def test_two_thousand_dialogues_survive_a_fifth_of_faults_in_time(tmp_path, monkeypatch, capsys):
-    timeout, in_flight = 2, 64
+    timeout, in_flight = 1.6, 64
     quick = functools.partial(ServerSpeaker, pause=0.005, timeout=timeout)
     monkeypatch.setattr(speakers, "ServerSpeaker", quick)
     seconds, digests = {}, {}
