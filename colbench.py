@@ -266,8 +266,9 @@ class BackendReferee(Referee):
     """Hidden tests in the sandbox.
 
     The sandbox runs Python with its standard library (sqlite3 and re included). Answers in another
-    language that these can run fit a subclass whose `grade` wraps them: a task with `ground_truth`
-    and `test_cases` in Python, and the answer as Python.
+    language that these can run fit a subclass whose `grade` cuts the code out of the answer (by
+    extract_code) and wraps it: a task with `ground_truth` and `test_cases` in Python, and the answer
+    as Python.
     """
 
     def __init__(self, tasks, settings):
@@ -461,8 +462,8 @@ def complete_episode(row, where="episode"):
         success = reward == 1
     if expect(row, "success", bool, where, optional=True) not in (None, success):
         raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
-                         f" {success}: true for a backend reward of 1, false below, null for pages"
-                         " and failed episodes")
+                         f" {success}: true for a reward of 1, false below, null for failed"
+                         " episodes and domains without success, such as pages")
     leak = 0.0
     if "leak" not in row:
         leak = leak_share(task, [message["content"] for message in history[2::2]])
@@ -806,8 +807,8 @@ def check_command(path, judge, require_protection):
     domains = {task["domain"] for task in tasks}
     uncheckable = sorted(domain for domain in domains if DOMAINS[domain].check is None)
     if uncheckable or len(domains) > 1:
-        raise SystemExit(f"{path}: found tasks of the domains {', '.join(sorted(domains))},"
-                         " expected backend tasks: a page has no tests to check")
+        raise SystemExit(f"{path}: found {', '.join(sorted(domains))} tasks, expected tasks of one"
+                         " domain that has tests to check, such as backend tasks")
     rows, status = DOMAINS[domains.pop()].check(tasks, judge, require_protection)
     for index, name, reason in rows:
         print(f"{index:6d}  {tasks[index]['task_id']:16s}  {name:8s}  {reason}")
@@ -815,7 +816,7 @@ def check_command(path, judge, require_protection):
     print(f"{len(tasks) - len(broken)} of {len(tasks)} tasks can be solved in full (judge {judge})")
     for name, active in status.items():
         print(f"protection {name:14s} {'active' if active else 'MISSING'}")
-    if len(rows) == sum(len(task.get("test_cases", ())) for task in tasks):
+    if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
 

@@ -1193,7 +1193,7 @@ class Critic:
         sums, counts = turn_sums(self.model, rows, packs_at_once=1)
         reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
         # here a turn stands alone, so `trajectory` is the mean over its own tokens, too
-        normalise = "none" if self.normalise == "none" else "turn"
+        normalise = "turn" if self.normalise == "trajectory" else self.normalise
         return advantage(sums, reference, counts, normalise).flatten().tolist()
 
 
@@ -1367,7 +1367,8 @@ def parse_args(argv=None):
     add("--privileged", choices=("ground_truth", "none"), default="ground_truth",
         help="what the critic sees besides the dialogue")
     add("--normalise", choices=tuple(NORMALISERS), default="turn",
-        help="mean over the turn's tokens (paper), over the trajectory's (official code), or sum")
+        help="what divides a turn's log-ratio: its tokens (paper), those of the trajectory"
+        " (official code), or nothing")
     add("--head", choices=("logratio", "value"), default="logratio",
         help="advantage as log-ratio (paper), or a regression head on the outcome")
     add("--holdout", type=float, default=0.05,

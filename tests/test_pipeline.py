@@ -7,8 +7,9 @@ import pytest
 from conftest import metrics, run_script
 
 from colbench import read_episodes
+from collect import interleave
 from evaluate import BestOfN
-from speakers.interface import Utterance
+from speakers.interface import Request, Utterance
 
 
 def lines(path):
@@ -160,8 +161,8 @@ def test_best_of_n_says_the_candidate_with_the_highest_score():
         def score(self, task, messages, texts, finished):
             return [-abs(int(text) - 2) for text in texts]
 
-    best = BestOfN(Speaker(), Scorer(), 4)
-    assert best.speak([["m"]], tasks=[None]) == [[Utterance("2", True)]]
+    reply = BestOfN(Speaker(), Scorer(), 4).reply(Request(["m"]))
+    assert list(interleave([reply], in_flight=1)) == [[Utterance("2", True)]]
 
 
 def test_a_grader_model_can_choose_among_the_candidates(tiny, tmp_path):
