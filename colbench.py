@@ -7,7 +7,7 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
 How it works:
   1. a task is one JSON line: what the human says first, what the human has in mind, hidden tests;
   2. agent and human each see their own view of the dialogue (`agent_messages`, `human_messages`);
-     the critic sees the solution besides (`critic_messages`);
+     the critic also sees the solution (`critic_messages`);
   3. a referee judges the answer: model-written code and pages run only in closed child processes;
   4. DOMAINS holds all that differs between functions and pages: a third domain is one more entry.
 
@@ -151,7 +151,7 @@ def first_request(messages):
 
 
 def critic_messages(task, messages, privileged="ground_truth", picture=None):
-    """What the critic and its reference model see: the agent's view, and the solution before it.
+    """What the critic and its reference model see: the agent's view, after the solution.
 
     A vision-language critic is given the solution page's `picture` (PNG bytes) for its text.
     """
@@ -266,9 +266,9 @@ class BackendReferee(Referee):
     """Hidden tests in the sandbox.
 
     The sandbox runs Python with its standard library (sqlite3 and re included). Answers in another
-    language that these can run fit a subclass whose `grade` cuts the code out of the answer (by
-    extract_code) and wraps it: a task with `ground_truth` and `test_cases` in Python, and the answer
-    as Python.
+    language that these can run fit a subclass whose `grade` cuts the code out of the answer
+    (extract_code) and wraps it: a task with `ground_truth` and `test_cases` in Python, and the
+    answer as Python.
     """
 
     def __init__(self, tasks, settings):

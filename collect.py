@@ -2,7 +2,7 @@ r"""Collect episodes: roll an agent out against the simulated human, judge its a
 
 How it works:
   1. each task is played `--samples_per_task` times; ranks share the (task, sample) jobs;
-  2. a dialogue (`play`) goes on as soon as what it waits for is there: a server's reply, a grade,
+  2. a dialogue (`play`) continues as soon as what it waits for arrives: a server's reply, a grade,
      or the next batch of a local model, which takes all that are waiting (`interleave`);
   3. answers are judged by hidden tests or image similarity, and episodes are appended at once.
 To resume after a kill, rerun the same command; episodes with an `error` are tried again.
@@ -120,10 +120,10 @@ def play(task, sample, parties, on_turn):
 
 
 # -----------------------------------------------------------------------------
-# Many dialogues at a time: each goes on as soon as what it waits for is there
+# Many dialogues at a time: each continues as soon as what it waits for arrives
 
 
-class Question(typing.NamedTuple):
+class LocalRequest(typing.NamedTuple):
     """A request to a speaker that computes in this process."""
 
     speaker: typing.Any
@@ -136,30 +136,31 @@ def reply_of(speaker, request):
         return (yield from speaker.reply(request))
     if hasattr(speaker, "submit"):  # a server: each request is a future of its own
         return (yield speaker.submit(request))
-    return (yield Question(speaker, request))
+    return (yield LocalRequest(speaker, request))
 
 
 def interleave(dialogues, in_flight, on_wait=lambda futures: None):
     """Run generators side by side, `in_flight` at a time; yield what each returns, as it ends.
 
-    A generator yields what it waits for. A Future is the reply of a server, or a grade. A Question
-    goes to a speaker in this process, which answers all that are waiting for it as one batch; the
-    futures are under way meanwhile.
+    A generator yields what it waits for. A Future is the reply of a server, or a grade. A
+    LocalRequest goes to a speaker in this process, which answers all that are waiting for it as one
+    batch; the futures are under way meanwhile.
     """
     waiting_to_start = iter(dialogues)
-    running, ready = 0, []  # ready: (dialogue, the reply that it goes on with)
-    futures, questions = {}, []  # Future -> dialogue; (Question, dialogue)
+    running, ready = 0, []  # ready: (dialogue, the reply that it continues with)
+    futures, local = {}, []  # Future -> dialogue; (LocalRequest, dialogue)
     while True:
         for dialogue in itertools.islice(waiting_to_start, in_flight - running):
             ready.append((dialogue, None))
             running += 1
         if not running:
             return
-        if not ready:
-            if questions:
-                ready, questions = answer_batch(questions)
+        if not ready:  # all wait: compute one batch here, then take the futures that are done
+            if local:
+                ready, local = answer_batch(local)
             on_wait(len(futures))
-            done, _ = wait(futures, timeout=0 if ready else None, return_when=FIRST_COMPLETED)
+            timeout = 0 if ready else None  # a computed batch waits for nobody
+            done, _ = wait(futures, timeout, FIRST_COMPLETED)
             ready += [(futures.pop(future), future.result()) for future in done]
         resumed, ready = ready, []
         for dialogue, reply in resumed:
@@ -172,22 +173,25 @@ def interleave(dialogues, in_flight, on_wait=lambda futures: None):
             if isinstance(awaited, Future):
                 futures[awaited] = dialogue
             else:
-                questions.append((awaited, dialogue))
+                local.append((awaited, dialogue))
 
 
-def answer_batch(questions):
-    """Ask the speaker that most dialogues wait for: (dialogues with replies, questions left)."""
-    waiting = Counter(id(question.speaker) for question, _ in questions)
-    (chosen, _), = waiting.most_common(1)
-    batch = [entry for entry in questions if id(entry[0].speaker) == chosen]
-    left = [entry for entry in questions if id(entry[0].speaker) != chosen]
-    requests = [question.request for question, _ in batch]
+def answer_batch(local):
+    """Ask the speaker that most dialogues wait for: (dialogues with replies, requests left)."""
+    groups = {}  # a batch is for one speaker, and one number of samples
+    for entry in local:
+        speaker, request = entry[0]
+        groups.setdefault((id(speaker), request.n), []).append(entry)
+    batch = max(groups.values(), key=len)
+    left = [entry for group in groups.values() if group is not batch for entry in group]
     speaker = batch[0][0].speaker
+    requests = [asked.request for asked, _ in batch]
     replies = speaker.speak(
         [request.messages for request in requests], requests[0].n,
         [request.seed for request in requests], [request.task for request in requests],
         [request.key for request in requests])
-    return [(dialogue, reply) for (_, dialogue), reply in zip(batch, replies, strict=True)], left
+    dialogues = [dialogue for _, dialogue in batch]
+    return list(zip(dialogues, replies, strict=True)), left
 
 
 # -----------------------------------------------------------------------------
@@ -375,27 +379,27 @@ def join_processes(always=False):
 
 
 def launch(main, args):
-    """Run a script's `main`; what stops it from outside becomes one sentence with the way on."""
+    """Run a script's `main`; what stops it from outside becomes a sentence on how to resume."""
 
     def stop(signal_number, frame):
         raise KeyboardInterrupt
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
         signal.signal(signal_number, stop)
-    way_on = "What was finished is on disk; rerun the same command to resume."
+    advice = "What was finished is on disk; rerun the same command to resume."
     try:
         main(args)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        print(f"\nStopped. {way_on}", file=sys.stderr, flush=True)
+        print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
         os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
     except OSError as error:
-        raise SystemExit(f"The disk or a file failed: {error}. {way_on}") from None
+        raise SystemExit(f"The disk or a file failed: {error}. {advice}") from None
     except RuntimeError as error:
         message = str(error)
         if "Connection closed by peer" in message or "Connection reset by peer" in message:
             raise SystemExit("Another process of this run has ended; its message says why."
-                             f" {way_on}") from None
+                             f" {advice}") from None
         if "out of memory" not in message:
             raise
         raise SystemExit(
@@ -421,7 +425,7 @@ def claim_output(path, flags, inputs, process, cost_flags):
     """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
 
     Only `cost_flags` may differ, since they do not change what is made, and COUNTS may grow. A
-    command that has made nothing yet claims nothing.
+    command that has produced no output yet may be replaced by another.
     """
     path = Path(path)
     flags = {name: value for name, value in flags.items() if name != "output"}
@@ -440,10 +444,9 @@ def claim_output(path, flags, inputs, process, cost_flags):
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
                              " choose another --output or remove this one")
-        if not grown:
-            return  # the record of a resumed run stays as it was
-    process.barrier()  # all ranks have read the record before it changes
-    if process.leads:
+    process.barrier()  # all ranks have read the record and the output before they change
+    resumed = path.is_file() and has_output(path) and not grown  # its record stays as it was
+    if process.leads and not resumed:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
                "inputs": hashes, "versions": {"python": platform.python_version()} | versions}

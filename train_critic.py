@@ -2,7 +2,7 @@ r"""Train the critic: an advantage for each turn from dialogues' outcomes (SWEET
 
 How it works:
   1. episodes of one task are paired by outcome: a better (chosen) and a worse one (rejected);
-  2. critic and reference model read both with the solution in front, which no policy ever sees;
+  2. critic and reference model read both with the solution, which the policy never sees, in front;
   3. the advantage of a turn is the mean log-ratio of its tokens, critic to reference (`advantage`);
   4. a Bradley-Terry loss on the sums of both dialogues' advantages trains it (`critic_loss`).
 
@@ -11,8 +11,8 @@ How it works:
         --model meta-llama/Llama-3.1-8B-Instruct --output critic
 
 Reads: episodes (collect.py, or the official file). Writes: a checkpoint directory with run.json and
-metrics.jsonl. The file reads in the order of the method down to `main`; rows in detail, the
-training loop, packing, sharding, checkpoints and reports follow.
+metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the training loop,
+packing, sharding, checkpoints and reports come after it.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C scored columns, V vocabulary.
 
 Differences from the paper: none in the equations. From the official code: the mean is per turn, not
@@ -64,9 +64,10 @@ from toy.world import credit_auc, has_toy_credit
 
 
 def turn_logprobs(logprobs, turn_index, turns):
-    """Sums and counts of token log-probs by turn: (R, T), (R, T) -> (R, S), (R, S).
+    """(sums, counts) of each turn's token log-probs: (R, T), (R, T) -> (R, S), (R, S).
 
-    Tokens with turn_index -1 belong to no agent turn and are left out.
+    logprobs[r, t] = log pi(token t | tokens before t), from `forward_turns`. Tokens with turn_index
+    -1 belong to no agent turn and add nothing.
     """
     member = turn_index >= 0
     index = turn_index.clamp(min=0)
@@ -118,12 +119,12 @@ def split_tasks(groups, holdout, seed):
     """(task ids to train on, held out): whole tasks, by a seeded shuffle of their ids."""
     task_ids = sorted(groups)
     random.Random(derive_seed(seed, "holdout")).shuffle(task_ids)
-    count = math.ceil(holdout * len(task_ids)) if holdout else 0
+    count = min(math.ceil(holdout * len(task_ids)), len(task_ids) - 1)  # one is left to train on
     return task_ids[count:], task_ids[:count]
 
 
 def succeeded(episode, success_reward):
-    """Whether the answer passed all tests; a page has none, and needs `success_reward`."""
+    """Whether the answer passed all tests; a page, which has none, needs `success_reward`."""
     if episode["success"] is None:
         return episode["reward"] >= success_reward
     return episode["success"]
@@ -168,8 +169,8 @@ class Row:
     reference: list | None = None  # S log-prob sums under the reference model
     reward: float | None = None  # of a dialogue
     answered: bool = False  # whether the last turn is marked as the answer
-    opening: typing.Callable | None = None  # of a vision-language critic: gives its inputs up to
-    # the first request, pictures included
+    opening: typing.Callable | None = None  # vision-language critic only: returns its inputs up to
+    # the first request, with pictures
 
 
 @dataclasses.dataclass
@@ -177,7 +178,7 @@ class Item:
     """One unit of a batch: rows, and pairs (chosen, rejected) of indices into them."""
 
     rows: list
-    pairs: list  # none for supervised training, where the item is one dialogue
+    pairs: list  # empty in supervised training, where the item is one dialogue
 
     @property
     def weight(self):
@@ -248,18 +249,20 @@ class CriticSettings(typing.NamedTuple):
 
 
 def critic_objective(model, items, settings):
-    """Eq. (2) over Eq. (3): losses and metrics of a micro-batch, (items,) each.
+    """Eq. (2) over Eq. (3), with the NLL term: metrics of a micro-batch, name -> (items,).
 
-    Where an item has several pairs, it counts as their mean.
+    `TrainingLoop.optimise` minimises "train/loss". An item's value is the mean over its pairs, and
+    the step weighs items by their pairs, so that every pair of a batch counts the same.
     """
     rows = [row for item in items for row in item.rows]
     chosen, rejected = pair_indices(items, model.device)
     sums, counts = turn_sums(model, rows)
-    advantages = advantage(sums, reference_sums(rows, sums), counts, settings.normalise)
-    losses = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
+    advantages = advantage(sums, reference_table(rows, sums), counts, settings.normalise)
     nll = (-sums.sum(1) / counts.sum(1))[chosen]
+    losses = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
+    losses = losses + settings.nll * nll
     margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
-    metrics = {"train/loss": losses + settings.nll * nll, "train/accuracy": (margin > 0).float(),
+    metrics = {"train/loss": losses, "train/accuracy": (margin > 0).float(),
                "train/margin": margin, "train/nll": nll}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
@@ -302,7 +305,7 @@ def main(args):
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
 
     if not is_complete(output, args.max_steps, process):
-        # 3. the model. It has taken no step yet, so now it is pi_ref
+        # 3. the model. No step has been taken yet: now it is pi_ref
         model = load_critic(args, reader, process)
         if args.head == "value":
             objective = functools.partial(value_objective, model)
@@ -323,7 +326,7 @@ def main(args):
         loop.discard_state()
         del model, loop, objective
 
-    # 5. what the critic says of tasks that it has not seen
+    # 5. how the critic does on held-out tasks
     if process.leads:
         held_episodes = [episode for task_id in held_out_tasks for episode in groups[task_id]]
         print_report(output, held_episodes, args, process.device)
@@ -386,7 +389,7 @@ def group_pairs(pairs, share):
     raise ValueError(f"found share {share!r}, expected 'pair' or 'state'")
 
 
-def reference_sums(rows, like):
+def reference_table(rows, like):
     """The rows' log-prob sums under pi_ref as one tensor of the shape of `like`, (R, S)."""
     table = torch.zeros(like.shape)
     for index, row in enumerate(rows):
@@ -410,7 +413,7 @@ def mean_by_item(values, items):
 
 
 def open_reader(args):
-    """The reader of the critic's view; a vision-language critic has a processor besides."""
+    """The reader of the critic's view; a vision-language critic also has a processor."""
     sight = None
     if args.head == "value" and sees_pictures(args.model):
         if args.share == "state":
@@ -464,7 +467,7 @@ class TrainingLoop:
         self.model, self.settings, self.process = model, settings, process
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0,
-            fused=process.device != "cpu")  # the usual one needs 4 more bytes a parameter on a GPU
+            fused=process.device != "cpu")  # the default takes 4 more bytes a parameter on a GPU
 
     def steps(self, items):
         """(step, batch of items), from where an earlier run stopped, with a progress bar."""
@@ -540,13 +543,14 @@ class TrainingLoop:
         """After the checkpoint is saved, unless --max_steps has cut the run."""
         state = self.settings.output / "state"
         if self.process.leads and self.last == len(self.batches) and state.is_dir():
+            shutil.rmtree(partial_state(state), ignore_errors=True)
             state.rename(partial_state(state))  # a kill leaves no half state behind
             shutil.rmtree(partial_state(state), ignore_errors=True)
         self.process.barrier()
 
 
 def forward_shape(item):
-    """(sequences, tokens of the longest) in the item's forward, as far as candidates are packed."""
+    """(sequences, tokens of the longest) in the item's forward, if candidates are packed."""
     packs = pack_rows(item.rows)
     return len(packs), max(len(pack.ids) for pack in packs)
 
@@ -575,14 +579,14 @@ def is_finite(metrics):
 
 
 def stop_with_batch(metrics, step, indices, output, process):
-    """End a run whose loss is no number, and write down the batch that did it."""
+    """End a run whose loss or gradient is not finite, and write down the batch that did it."""
     if process.leads:
         bad_batch = {"step": step, "items": indices, "metrics": metrics}
         write_atomically(output / "bad_batch.json", json.dumps(bad_batch))
     raise SystemExit(f"step {step}: found loss {metrics['train/loss']} and gradient norm"
                      f" {metrics['optim/grad_norm']}, expected finite numbers; the weights were"
                      f" left as they were and {output}/bad_batch.json names the items of the batch;"
-                     " lower --lr or look at these items")
+                     " lower --lr (with a new --output) or look at these items")
 
 
 class MetricsLog:
@@ -644,16 +648,13 @@ def in_packs(forward_packs, model, rows, packs_at_once=None):
     if rows[0].opening:
         packs_at_once = 1
     step = packs_at_once or len(packs)
-    first_lines, second_lines = [], []  # of each row, (its turns,)
+    tables = [], []  # of each row: (its turns,)
     for start in range(0, len(packs), step):
         group = packs[start:start + step]
-        first, second = forward_packs(model, group)
-        for pack, first_line, second_line in zip(group, first, second, strict=True):
-            for index in range(len(pack.rows)):
-                first_lines.append(pack.turns_of(index, first_line))
-                second_lines.append(pack.turns_of(index, second_line))
-    return (pad_sequence(first_lines, batch_first=True),
-            pad_sequence(second_lines, batch_first=True))
+        for lines, table in zip(tables, forward_packs(model, group), strict=True):
+            for pack, line in zip(group, table, strict=True):
+                lines += [pack.turns_of(index, line) for index in range(len(pack.rows))]
+    return tuple(pad_sequence(lines, batch_first=True) for lines in tables)
 
 
 class Pack:
@@ -745,7 +746,9 @@ def forward_turns(model, packs):
     """
     batch = collate(packs, model.device)
     row, column = (batch["turn_index"] >= 0).nonzero(as_tuple=True)  # the n scored tokens
-    columns, slot = batch["sources"][row, column].unique(return_inverse=True)  # C predict them
+    source = batch["sources"][row, column]  # (n,): the column whose logits predict each token
+    # logits are computed in the C columns that any row needs; slot: where source is among these
+    columns, slot = source.unique(return_inverse=True)
     logits = forward(model, packs, batch, logits_to_keep=columns)  # (R, C, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target = batch["ids"][row, column]
@@ -881,8 +884,8 @@ def shard(model, process, checkpointing=None, dtype=None):
 def split_over_ranks(entries, process):
     """(entry, is it real) of this rank's part. Every rank gets equally many.
 
-    Each forward gathers the weights from all ranks, so ranks with fewer entries would let the
-    others wait for ever: they repeat the first one, which does not count.
+    Each forward gathers the weights from all ranks, so ranks with fewer entries would leave the
+    others waiting forever; they repeat the first entry, which does not count.
     """
     count = math.ceil(len(entries) / process.world)
     mine = [(entry, True) for entry in entries[process.rank::process.world]]
@@ -1115,9 +1118,9 @@ def value_objective(model, items):
     logits, exists = turn_values(model, rows)
     rewards = torch.tensor([row.reward for row in rows], device=model.device)
     losses = value_loss(logits, rewards, exists)
-    values = logits.sum(1) / exists.sum(1)
+    means = logits.sum(1) / exists.sum(1)
     metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
-               "train/accuracy": (values[chosen] > values[rejected]).float()}
+               "train/accuracy": (means[chosen] > means[rejected]).float()}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
 
@@ -1192,7 +1195,8 @@ class Critic:
             return values.flatten().tolist()
         sums, counts = turn_sums(self.model, rows, packs_at_once=1)
         reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
-        # here a turn stands alone, so `trajectory` is the mean over its own tokens, too
+        # a candidate has no trajectory around it, so `trajectory` becomes the turn's own mean;
+        # turns of a dialogue are scored alike, so that both can be compared
         normalise = "turn" if self.normalise == "trajectory" else self.normalise
         return advantage(sums, reference, counts, normalise).flatten().tolist()
 
@@ -1227,7 +1231,7 @@ def exact(head):
 def holdout_metrics(model, items, settings, process, micro_batch_size):
     """Accuracy and loss on held-out pairs, and at which level answers and other turns are.
 
-    Bradley-Terry on sums leaves the level of the answering turn free when every dialogue has
+    Bradley-Terry on sums does not fix the level of the answering turn when every dialogue has
     exactly one. A critic that has drifted there teaches the policy never to answer.
     """
     if not items:
@@ -1241,7 +1245,7 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
         if settings.head == "value":
             return turn_values(model, group)
         sums, counts = turn_sums(model, group)
-        return advantage(sums, reference_sums(group, sums), counts, settings.normalise), counts
+        return advantage(sums, reference_table(group, sums), counts, settings.normalise), counts
 
     scored = score_on_all_ranks(model, rows, score, process, micro_batch_size)
     total = numpy.mean if settings.head == "value" else sum  # of a dialogue, as in the loss
@@ -1255,7 +1259,11 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
 
 
 def advantage_levels(rows, scored, sides):
-    """Mean advantage of answers and other turns on both sides; correlation with their length."""
+    """Mean advantage of answers and other turns on both sides; its correlation with turn length.
+
+    scored[row]: the advantages of its turns, and their token counts. A value head gives 1 for each
+    count, and so no correlation.
+    """
     advantages, lengths = [], []
     levels = {}
     for side, indices in sides.items():
@@ -1281,8 +1289,8 @@ def print_report(output, held_episodes, args, device):
         report |= {name: value for name, value in line.items()
                    if name.startswith(("holdout/", "credit_auc/"))}
     toy = [episode for episode in held_episodes if has_toy_credit(episode["task"])]
-    known = any(name.startswith("credit_auc/") for name in report)
-    if toy and not known and not sees_pictures(args.model):
+    has_credit = any(name.startswith("credit_auc/") for name in report)
+    if toy and not has_credit and not sees_pictures(args.model):
         credit = toy_credit_metrics(output, toy, args, device)
         with open(output / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": last_step + 1} | credit) + "\n")
@@ -1336,7 +1344,7 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add = group.add_argument
     add("--lr", type=float, default=2e-7, help="peak learning rate")
     add("--epochs", type=int, default=epochs, help=epochs_help)
-    add("--max_steps", type=int, help="stop after so many steps; a larger one resumes the run")
+    add("--max_steps", type=int, help="stop after this many steps; a larger one resumes the run")
     add("--batch_size", type=int, default=8, help="items per step over all processes")
     add("--micro_batch_size", type=int, default=1, help="items per forward and backward")
     add("--warmup", type=float, default=0.03, help="share of the steps that warm up")

@@ -3,7 +3,7 @@ r"""Train the policy from the advantages of turns, or by one of the paper's base
 How it works (`--method sweet`):
   1. each agent turn of a share of the tasks is a state; the policy samples 16 candidates for it;
   2. the critic, which sees the solution, gives every candidate its advantage (candidates.jsonl);
-  3. pairs of one candidate of the better and one of the worse half are drawn (`make_pairs`);
+  3. pairs are drawn: one candidate from the better half, one from the worse (`make_pairs`);
   4. DPO on these pairs trains the policy, which sees only the dialogue (Eq. 4, `dpo_loss`).
 `--method mtdpo` is DPO on whole dialogues, `rft` supervised training on successful ones, `sft` on
 all that are given.
@@ -45,7 +45,7 @@ from train_critic import (
     COST_FLAGS, Critic, Item, Reader, TrainingLoop, add_training_flags, candidate_rows,
     check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete,
     known, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
-    precompute_reference, reference_sums, save_checkpoint, shard, succeeded, turn_sums)
+    precompute_reference, reference_table, save_checkpoint, shard, succeeded, turn_sums)
 
 # -----------------------------------------------------------------------------
 # The equation
@@ -83,15 +83,15 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
     A text sampled k times counts k times, so frequent texts are paired more often; all copies share
     the index of the first, so that it is encoded once. (A text that was once finished and once cut
     has two advantages.) Dropped are pairs of equal texts, pairs whose advantages differ by at most
-    `min_gap`, which the critic hardly tells apart, and pairs with an empty text, which has no words
-    to learn from.
+    `min_gap` (in units of the advantage), which the critic hardly tells apart, and pairs with an
+    empty text, which has no words to learn from.
     """
     first = {}
     for index, candidate in enumerate(zip(texts, advantages, strict=True)):
         first.setdefault(candidate, index)
-    copies = [first[candidate] for candidate in zip(texts, advantages, strict=True)]
-    ranked = sorted(copies, key=lambda index: -advantages[index])
-    half = len(ranked) // 2
+    sampled = [first[candidate] for candidate in zip(texts, advantages, strict=True)]
+    ranked = sorted(sampled, key=lambda index: -advantages[index])
+    half = len(ranked) // 2  # of an odd number, the middle one is in neither half
     better, worse = ranked[:half], ranked[len(ranked) - half:]
     if pairing == "halves":
         pool = [(a, b) for a in better for b in worse]
@@ -152,7 +152,7 @@ def dpo_objective(model, items, settings):
     rows = [row for item in items for row in item.rows]
     chosen, rejected = pair_indices(items, model.device)
     sums, counts = turn_sums(model, rows)
-    reference = reference_sums(rows, sums).sum(1)
+    reference = reference_table(rows, sums).sum(1)
     logprob, length = sums.sum(1), counts.sum(1)
     losses, better, worse = dpo_loss(logprob[chosen], logprob[rejected],
                                      reference[chosen], reference[rejected],
@@ -167,8 +167,8 @@ def dpo_objective(model, items, settings):
 def supervised_objective(model, items, mean_length):
     """Negative log-likelihood of each dialogue over the mean agent tokens of a dialogue, (items,).
 
-    So every token weighs the same. A mean over each dialogue's own tokens would teach more from
-    short ones, and with them to stop early.
+    Every token thus has the same weight. A mean over each dialogue's own tokens would teach more
+    from short ones, and with them to stop early.
     """
     sums, _ = turn_sums(model, [row for item in items for row in item.rows])
     return {"train/loss": -sums.sum(1) / mean_length}
@@ -185,7 +185,7 @@ def main(args):
     tokenizer = open_tokenizer(args, episodes)
     reader = Reader(tokenizer, "none", args.max_length)  # the policy never sees the solution
     if args.critic:
-        check_critic(args)  # a wrong one shows here, and not after hours of sampling
+        check_critic(args)  # fail now rather than after hours of sampling
     inputs = [*args.episodes, *args.privileged_episodes, args.candidates, args.agent_prompt,
               *records(args.model, args.critic)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
@@ -204,7 +204,7 @@ def main(args):
 
     check_same_items(items, process)
 
-    # 2. the model. It has taken no step yet, so now it is pi_ref
+    # 2. the model. No step has been taken yet: now it is pi_ref
     model = open_model(args, tokenizer, process)
     if args.method in ("sweet", "mtdpo"):
         precompute_reference(model, items, process, args.micro_batch_size)
@@ -326,6 +326,7 @@ def sample_candidates(states, sampling, output, process):
 
         # several batches at a time, since a local speaker sorts states by length
         in_flight = max(1, 8 * sampling.settings.batch_size // sampling.num_candidates)
+        # lazy: after the first failure (`failed`, below) no further state starts
         waiting = (sample(*state) for state in mine if not failed)
         for key, messages, reply in tqdm(interleave(waiting, in_flight), total=len(mine),
                                          unit="state", desc="sampling", **process.bar):

@@ -82,7 +82,7 @@ class Grade:
     """The share of hidden tests passed, whether all were, and per test "passed" or why not."""
 
     reward: float
-    success: bool
+    success: bool | None  # None: the domain knows no success, as for pages
     reasons: dict[str, str] = field(default_factory=dict)
 
 

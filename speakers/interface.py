@@ -17,6 +17,11 @@ count_tokens(texts) returns how many tokens the texts have together, or None if 
 submit(request) (optional) starts one Request and returns the Future of its reply: n Utterances or a
 SpeakerError. Servers have it, so that no request waits for another one.
 
+reply(request) (optional) is a generator for collect.interleave that returns the reply. A speaker
+made of others has it, such as best of N; it then needs no `speak`.
+
+given_up (optional) is None, or the reason why a server is no longer asked: no new dialogue starts.
+
 reads_history (optional; a missing attribute means False) is True for a human that reads the plain
 dialogue history in place of the messages that a human model reads, as scripted humans do.
 """

@@ -191,7 +191,7 @@ class Sight:
         self.processor, self.privileged = load_processor(path), privileged
         self.draw = None
         if privileged != "none":
-            self.draw = functools.cache(Browser().picture)  # draws each solution page once
+            self.draw = functools.cache(Browser().picture)  # draws every solution page once
         # rows of a task, and candidates of a state, come one after the other: few are enough
         self.read = functools.lru_cache(8)(self._read)
 

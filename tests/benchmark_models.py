@@ -31,7 +31,7 @@ from train_critic import (
     critic_objective,
     pair_items,
     precompute_reference,
-    reference_sums,
+    reference_table,
 )
 from train_policy import DpoSettings, PairSettings, candidate_items, dpo_loss, dpo_objective
 
@@ -424,7 +424,7 @@ def bench_critic(world, quick, repeats):
     def peer_step(sums_of):
         def loss():
             sums = sums_of(rows)
-            chosen, rejected = advantage(sums, reference_sums(rows, sums), counts)
+            chosen, rejected = advantage(sums, reference_table(rows, sums), counts)
             return critic_loss(chosen[None], rejected[None], BETA)[0]
         return world.model, lambda: backward_all([loss])
 
