@@ -331,7 +331,12 @@ def best_by_critic(critic, request, candidates):
     texts = [candidate.text for candidate in candidates]
     finished = [candidate.finished for candidate in candidates]
     advantages = critic.score(request.task, request.messages, texts, finished)
-    return 0 if advantages is None else int(numpy.argmax(advantages))
+    if advantages is None:
+        return 0
+    # an empty text has no tokens, and so an advantage of 0 that says nothing
+    advantages = [value if text else -math.inf
+                  for text, value in zip(texts, advantages, strict=True)]
+    return int(numpy.argmax(advantages))
 
 
 class GraderModel:

@@ -15,6 +15,10 @@ metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the 
 packing, sharding, checkpoints and reports come after it.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C scored columns, V vocabulary.
 
+To change the loss: `critic_loss`; the advantage: `advantage` and NORMALISERS; the pairs:
+`pair_episodes`; what the critic reads: `colbench.critic_messages`. Another kind of critic is an
+objective like `value_objective` and a branch in `main`, `load_critic` and `Critic`.
+
 Differences from the paper: none in the equations. From the official code: the mean is per turn, not
 over the trajectory (`--normalise trajectory` is theirs); the NLL term of the paper's Table 5 is on
 (`--nll 0` is theirs); the end-of-turn token is scored; long dialogues lose their oldest turns, not
@@ -66,8 +70,8 @@ from toy.world import credit_auc, has_toy_credit
 def turn_logprobs(logprobs, turn_index, turns):
     """(sums, counts) of each turn's token log-probs: (R, T), (R, T) -> (R, S), (R, S).
 
-    logprobs[r, t] = log pi(token t | tokens before t), from `forward_turns`. Tokens with turn_index
-    -1 belong to no agent turn and add nothing.
+    logprobs[r, t] = log_softmax(logits[r, t - 1])[ids[r, t]]; `forward_turns` computes it for agent
+    tokens only. Tokens with turn_index -1 belong to no agent turn and add nothing.
     """
     member = turn_index >= 0
     index = turn_index.clamp(min=0)
@@ -175,10 +179,14 @@ class Row:
 
 @dataclasses.dataclass
 class Item:
-    """One unit of a batch: rows, and pairs (chosen, rejected) of indices into them."""
+    """What a batch counts as one: rows, and which of them are compared.
+
+    By default one pair, so two rows. With `--share state` all pairs of a state (or task), whose
+    rows are then computed once. In supervised training one dialogue, without pairs.
+    """
 
     rows: list
-    pairs: list  # empty in supervised training, where the item is one dialogue
+    pairs: list  # (chosen, rejected): indices into rows
 
     @property
     def weight(self):
@@ -232,7 +240,8 @@ def pair_items(reader, pairs_by_task, share):
         report["pairs"] += len(row_pairs)
         for group in group_pairs(row_pairs, share):
             used = list({id(row): row for row in itertools.chain(*group)}.values())
-            index = {id(row): i for i, row in enumerate(used)}  # equal rows may be two
+            # by identity: two episodes may hold the same tokens and are still two rows
+            index = {id(row): i for i, row in enumerate(used)}
             items.append(Item(used, [(index[id(a)], index[id(b)]) for a, b in group]))
     return items, report
 
@@ -255,11 +264,12 @@ def critic_objective(model, items, settings):
     the step weighs items by their pairs, so that every pair of a batch counts the same.
     """
     rows = [row for item in items for row in item.rows]
-    chosen, rejected = pair_indices(items, model.device)
-    sums, counts = turn_sums(model, rows)
-    advantages = advantage(sums, reference_table(rows, sums), counts, settings.normalise)
-    nll = (-sums.sum(1) / counts.sum(1))[chosen]
+    chosen, rejected = pair_indices(items, model.device)  # indices into rows, (B,) each
+    sums, counts = turn_sums(model, rows)  # (R, S): log pi_theta of each turn, and its tokens
+    reference_sums = reference_table(rows, sums)  # (R, S): log pi_ref, computed before step 1
+    advantages = advantage(sums, reference_sums, counts, settings.normalise)
     losses = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
+    nll = (-sums.sum(1) / counts.sum(1))[chosen]  # mean over the chosen dialogue's agent tokens
     losses = losses + settings.nll * nll
     margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
     metrics = {"train/loss": losses, "train/accuracy": (margin > 0).float(),
@@ -332,7 +342,12 @@ def main(args):
         print_report(output, held_episodes, args, process.device)
 
 
-# The algorithm ends here. What follows is how it is computed, saved and reported.
+# The algorithm ends here. What follows is how it is computed, saved and reported:
+#   encode_row, candidate_rows   messages -> token ids and turn indices
+#   forward_turns                one forward: logits -> log-probs of agent tokens
+#   Pack, packed_mask            candidates share the computation of their prompt; equal results
+#   TrainingLoop.optimise        losses of micro-batches -> one step
+#   Critic.score                 Eq. (3) for candidates, as train_policy.py asks for it
 # -----------------------------------------------------------------------------
 # Rows, items and models in detail
 
@@ -468,6 +483,11 @@ class TrainingLoop:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0,
             fused=process.device != "cpu")  # the default takes 4 more bytes a parameter on a GPU
+        # `steps` fills these in
+        self.batches = []  # item indices of each step
+        self.steps_per_epoch = self.last = 0  # last: steps of this run, fewer with --max_steps
+        self.log = None
+        self.began = 0.0  # when the current step began
 
     def steps(self, items):
         """(step, batch of items), from where an earlier run stopped, with a progress bar."""
@@ -1118,7 +1138,7 @@ def value_objective(model, items):
     logits, exists = turn_values(model, rows)
     rewards = torch.tensor([row.reward for row in rows], device=model.device)
     losses = value_loss(logits, rewards, exists)
-    means = logits.sum(1) / exists.sum(1)
+    means = logits.sum(1) / exists.sum(1).clamp(min=1)
     metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
                "train/accuracy": (means[chosen] > means[rejected]).float()}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
@@ -1131,7 +1151,7 @@ def value_loss(logits, rewards, turn_exists):
     """
     targets = rewards[:, None].expand_as(logits)
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    return (losses * turn_exists).sum(1) / turn_exists.sum(1)
+    return (losses * turn_exists).sum(1) / turn_exists.sum(1).clamp(min=1)
 
 
 # -----------------------------------------------------------------------------

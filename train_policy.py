@@ -51,10 +51,10 @@ from train_critic import (
 # The equation
 
 
-LOSSES = {  # name -> loss of a pair, from the difference of its implicit rewards (B,) and beta
-    "sigmoid": lambda margin, beta: -F.logsigmoid(margin),  # DPO
-    "hinge": lambda margin, beta: F.relu(1 - margin),  # SLiC, arXiv 2305.10425
-    "ipo": lambda margin, beta: (margin / beta - 1 / (2 * beta)) ** 2,  # arXiv 2310.12036, Eq. (17)
+LOSSES = {  # name -> loss of a pair, from h: the chosen minus the rejected implicit reward, (B,)
+    "sigmoid": lambda h, beta: -F.logsigmoid(h),  # DPO
+    "hinge": lambda h, beta: F.relu(1 - h),  # SLiC, arXiv 2305.10425
+    "ipo": lambda h, beta: (h / beta - 1 / (2 * beta)) ** 2,  # arXiv 2310.12036, Eq. (17)
 }
 
 
@@ -261,11 +261,18 @@ def rank_candidates(args, episodes, process):
     if args.states_per_task:
         states = few_per_task(states, args.states_per_task, args.seed)
 
+    if not states:
+        raise SystemExit(f"{' '.join(args.episodes)}: found no state among the tasks of"
+                         f" --data_fraction {args.data_fraction} with --states {args.states},"
+                         " expected at least one; raise the fraction or take all states")
+
+    # candidates a ~ pi(. | o_t) of each state
     settings = SpeakerSettings(args.sampler_model, args.temperature, args.max_new_tokens,
                                args.sampling_batch_size, process.device, args.dtype)
     sampling = Sampling(args.sampler or args.model, settings, args.num_candidates, args.seed)
     rows = sample_candidates(states, sampling, args.output, process)
 
+    # A(o_t, a, c) of each: `Critic.score` puts c in front and applies Eq. (3) to that one turn
     critic = CriticSource(args.critic, args.reference, args.dtype)
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
     return score_candidates(rows, tasks, critic, args.output, process)
