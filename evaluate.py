@@ -376,7 +376,7 @@ def load_scorer(args, device):
     if not is_grader(args.critic):
         return Critic(args.critic, device, dtype=args.dtype)
     settings = SpeakerSettings(model_name=args.critic_model, temperature=0.0, max_new_tokens=16,
-                               device=device, dtype=args.dtype)
+                               batch_size=args.batch_size, device=device, dtype=args.dtype)
     return GraderModel(args.critic.removeprefix(GRADER), settings)
 
 

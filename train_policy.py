@@ -331,8 +331,9 @@ def sample_candidates(states, sampling, output, process):
             reply = yield from reply_of(policy, request)
             return key, messages, reply
 
-        # several batches at a time, since a local speaker sorts states by length
-        in_flight = max(1, 8 * sampling.settings.batch_size // sampling.num_candidates)
+        in_flight = sampling.settings.batch_size
+        if not hasattr(policy, "submit"):  # a local one sorts several batches of states by length
+            in_flight = max(1, 8 * in_flight // sampling.num_candidates)
         # lazy: after the first failure (`failed`, below) no further state starts
         waiting = (sample(*state) for state in mine if not failed)
         for key, messages, reply in tqdm(interleave(waiting, in_flight), total=len(mine),

@@ -4,6 +4,9 @@ speakers/interface.py states what a speaker is. Importing this package needs the
 alone; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 
+import re
+from pathlib import Path
+
 from speakers.interface import DEFAULT_SETTINGS
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
@@ -22,6 +25,9 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
         return ScriptedSpeaker(role, manner)
     if spec.startswith(("http://", "https://")):
         return ServerSpeaker(spec, settings)
+    if re.fullmatch(r"(localhost|[\w.-]+:\d+)(/.*)?", spec) and not Path(spec).exists():
+        raise SystemExit(f"{spec}: found the address of a server without http://, expected it in"
+                         f" front; give http://{spec}")
     if not pictures:
         from speakers.local import LocalSpeaker
 

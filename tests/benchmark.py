@@ -321,7 +321,8 @@ def print_episodes(agent, folder, quick, repeats):
 
 
 SECTIONS = (
-    "judge", "start", "policy", "scoring", "critic", "sampling", "rollout", "growth", "episodes")
+    "judge", "start", "policy", "scoring", "critic", "sampling", "rollout", "growth", "episodes",
+    "servers")
 
 
 def parse_args(argv=None):
@@ -360,6 +361,10 @@ def main(args):
             print_growth(world, args.quick, repeats)
         if "episodes" in args.only:
             print_episodes(folder / "small", folder, args.quick, min(repeats, 3))
+        if "servers" in args.only:
+            from benchmark_servers import print_servers
+
+            print_servers(str(folder / "small"), args.quick, min(repeats, 3))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""The part of benchmark.py about rollouts against servers of unequal latency."""
+
+import time
+from collections import Counter
+
+from slow_server import slow_server
+
+from colbench import RefereeSettings, open_referee, read_tasks
+from collect import Parties, Rules, all_jobs, interleave, play
+from speakers.interface import SpeakerSettings, Utterance
+from speakers.server import ServerSpeaker
+
+
+class Recorded:
+    """A party that says again what it said in earlier episodes, at once."""
+
+    reads_history = True
+
+    def __init__(self, episodes, role):
+        self.lines = {}  # (dialogue, turn) -> text
+        for episode in episodes:
+            key = (episode["task"]["task_id"], episode["sample"])
+            said = [message for message in episode["dialogue_history"][1:]
+                    if message["role"] == role]
+            for turn, message in enumerate(said):
+                self.lines[key, turn] = message.get("output", message["content"])
+        self.asked = Counter()
+
+    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        answers = []
+        for key in keys:
+            answers.append([Utterance(self.lines[key, self.asked[key]], True)])
+            self.asked[key] += 1
+        return answers
+
+    def count_tokens(self, texts):
+        return None
+
+
+def played(jobs, agent, human, in_flight, max_turns=10):
+    """(wall seconds, episodes) of these dialogues, the judge's time included."""
+    rules = Rules(None, None, max_turns, None, seed=0)
+    tasks = [task for task, _ in jobs]
+    with open_referee(tasks, RefereeSettings(workers=1)) as referee:
+        parties = Parties(agent, human, referee, rules)
+        dialogues = (play(task, sample, parties, lambda: None) for task, sample in jobs)
+        began = time.perf_counter()
+        episodes = list(interleave(dialogues, in_flight))
+        return time.perf_counter() - began, episodes
+
+
+def said_in(episodes):
+    """What was said, sorted by dialogue, since the order of arrival differs."""
+    return sorted((episode["task"]["task_id"], episode["sample"],
+                   [message["content"] for message in episode["dialogue_history"]])
+                  for episode in episodes)
+
+
+def bench_served(quick):
+    """Wall seconds with both parties served, and the ideal: requests x latency / in flight."""
+    count, mean = (40, 0.02) if quick else (400, 0.3)
+    in_flight = 64
+    jobs = all_jobs(read_tasks("toy:backend:train", count), 1)
+    with slow_server(mean) as server:
+        agent, human = (ServerSpeaker(server.url, SpeakerSettings(name, batch_size=in_flight))
+                        for name in ("agent", "human"))
+        seconds, episodes = played(jobs, agent, human, in_flight)
+        figures = server.figures()
+    if any(episode["error"] for episode in episodes):
+        raise SystemExit("found failed dialogues, expected none")
+    return seconds, figures["slept"] / in_flight
+
+
+def bench_overlap(folder, quick):
+    """Wall seconds of a local agent with a served human, and of each of them alone.
+
+    Alone means that the other party says at once what it said in the whole run.
+    """
+    from speakers.local import LocalSpeaker
+
+    count, turns, mean = (16, 2, 0.02) if quick else (64, 4, 1.5)
+    in_flight = 16
+    jobs = all_jobs(read_tasks("toy:backend:train", count), 1)
+    settings = SpeakerSettings(max_new_tokens=32, batch_size=in_flight, device="cpu")
+    model = LocalSpeaker(folder, settings)  # loaded once; each run starts with no kept caches
+
+    def agent():
+        return LocalSpeaker(folder, settings, model.model, model.tokenizer)
+
+    with slow_server(mean) as server:
+        def human():
+            return ServerSpeaker(server.url, SpeakerSettings("human", batch_size=in_flight))
+
+        together, episodes = played(jobs, agent(), human(), in_flight, turns)
+        agent_alone, again = played(jobs, agent(), Recorded(episodes, "user"), in_flight, turns)
+        human_alone, once_more = played(jobs, Recorded(episodes, "assistant"), human(), in_flight,
+                                        turns)
+    if not said_in(episodes) == said_in(again) == said_in(once_more):
+        raise SystemExit("found other dialogues with one party recorded, expected the same")
+    return together, agent_alone, human_alone
+
+
+def print_servers(folder, quick, repeats):
+    print("\n| key | what | seconds (wall) | against | ratio | target |\n|---|---|---|---|---|---|")
+    seconds, ideal = median_run([bench_served(quick) for _ in range(repeats)])
+    print(ratio_line("rollout_both_served", "400 dialogues, 64 in flight", seconds,
+                     "requests x latency / in flight", ideal, 1.5))
+    together, agent_alone, human_alone = median_run(
+        [bench_overlap(folder, quick) for _ in range(repeats)])
+    setting = f"local agent (alone {agent_alone:.1f} s), served human (alone {human_alone:.1f} s)"
+    print(ratio_line("rollout_overlap", setting, together, "the slower alone",
+                     max(agent_alone, human_alone), 1.2))
+
+
+def median_run(runs):
+    """The run of the median ratio to its slowest comparison."""
+    runs = sorted(runs, key=lambda run: run[0] / max(run[1:]))
+    return runs[len(runs) // 2]
+
+
+def ratio_line(key, setting, seconds, against, peer, target):
+    missed = "" if seconds <= target * peer else " (missed)"
+    return (f"| [{key}] | {setting} | {seconds:.1f} | {against}: {peer:.1f}"
+            f" | {seconds / peer:.2f}{missed} | <= {target} |")
