@@ -16,9 +16,10 @@ PREFIXES = {  # section of the benchmark -> how the keys of its lines begin
     "scoring": "score",
     "critic": "critic_",
     "sampling": "sample",
-    "rollout": "rollout_",
+    "rollout": "rollout_vs_",
     "growth": "growth",
     "episodes": "episodes_per_second",
+    "servers": "rollout_both_served",
 }
 AGREEMENTS = {  # section with two sides -> what is printed once they agree
     "judge": "judge: the rewards of both peers",
@@ -36,7 +37,7 @@ def test_every_section_of_the_benchmark_prints_its_lines_and_both_sides_agree():
     printed = run_script("tests/benchmark.py", "--quick", timeout=900).stdout
     keys = re.findall(r"\[(\w+)\]", printed)
     for section in SECTIONS:
-        prefix = PREFIXES.get(section, section)
+        prefix = PREFIXES[section]
         assert any(key.startswith(prefix) for key in keys), (section, keys)
     for section, agreement in AGREEMENTS.items():
         assert agreement in printed, section

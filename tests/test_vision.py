@@ -370,12 +370,11 @@ def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny
     first_task = sorted(groups)[0]
     pairs = train_critic.pair_episodes(groups[first_task], "all")
     items, _ = train_critic.pair_items(reader, [pairs], "pair")
-    settings = train_critic.CriticSettings("value", "turn", beta=0.1, nll=0.01)
     models = []
     for stops in (False, True):
         model, optimizer = started(tiny_vision, process)
         for step in range(2):
-            metrics = train_critic.critic_objective(model, items, settings)
+            metrics = train_critic.value_objective(model, items)
             metrics["train/loss"].mean().backward()
             optimizer.step()
             optimizer.zero_grad()
