@@ -437,7 +437,7 @@ def states(count):
             for task in TASKS[:count]]
 
 
-def sample(monkeypatch, policy, folder, batch_size=1):
+def sample(monkeypatch, policy, folder, batch_size=2):
     """sample_candidates of 30 states, 4 candidates each."""
     monkeypatch.setattr(train_policy, "load_speaker", lambda *_: policy)
     sampling = train_policy.Sampling("server", SpeakerSettings(batch_size=batch_size), 4, seed=0)
