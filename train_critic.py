@@ -1002,16 +1002,17 @@ def score_on_all_ranks(model, rows, score, process, micro_batch_size):
 def no_grad(model):
     """Neither gradients nor dropout; afterwards the model is as training needs it.
 
-    FSDP2 leaves the root's parameters unsharded after a forward, to spare the backward a gather
-    that never comes here.
+    FSDP2 leaves the root's parameters unsharded after a forward, and with --no-reshard those of the
+    layers, too, to spare the backward a gather; here comes none.
     """
     was_training = model.training
     model.eval()
     with torch.no_grad():
         yield
     model.train(was_training)
-    if hasattr(model, "reshard"):
-        model.reshard()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def check_same_items(items, process):
