@@ -104,7 +104,7 @@ def play(task, sample, parties, on_turn):
             error = f"human: {spoken}"
             break
         limit = rules.reply_chars or DOMAINS[task["domain"]].reply_chars
-        history.append({"role": "user", "content": spoken[0].text[:limit]})
+        history.append({"role": "user", "content": spoken[0].text.strip()[:limit]})
 
     if not error:
         grade = yield referee.grade(task, referee.graded_text(answer, history))

@@ -158,7 +158,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=0.9):
                          " 'success_vs_failure' or 'all'")
     return [(better, worse) for better in chosen for worse in rejected
             if better["reward"] > worse["reward"]
-            and better["reward"] - worse["reward"] >= margin]
+            and better["reward"] - worse["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1 in floats
 
 
 # -----------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Row:
     turns: int
     prompt_length: int = 0  # of a candidate: the tokens before its turn; 0: a dialogue
     reference: list | None = None  # S log-prob sums under the reference model
-    reward: float | None = None  # of a dialogue
+    outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
     answered: bool = False  # whether the last turn is marked as the answer
     opening: typing.Callable | None = None  # vision-language critic only: returns its inputs up to
     # the first request, with pictures
@@ -216,7 +216,9 @@ def dialogue_row(reader, episode):
     opening = reader.sight.opening_reader(task, view) if reader.sight else None
     row, dropped = encode_row(reader, messages, finished, opening)
     if row:
-        row.reward = episode["reward"]
+        row.outcome = episode["reward"]
+        if episode["success"] is not None:
+            row.outcome = float(episode["success"])
         row.answered = ANSWER_MARKER in history[agent_turns[-1]]["content"]
     return row, dropped
 
@@ -275,7 +277,7 @@ def critic_objective(model, items, settings):
     nll = (-sums.sum(1) / counts.sum(1))[chosen]  # mean over the chosen dialogue's agent tokens
     losses = losses + settings.nll * nll
     margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
-    metrics = {"train/loss": losses, "train/accuracy": (margin > 0).float(),
+    metrics = {"train/loss": losses, "train/accuracy": accuracy(margin),
                "train/margin": margin, "train/nll": nll}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
@@ -423,6 +425,12 @@ def pair_indices(items, device):
         pairs += [(start + chosen, start + rejected) for chosen, rejected in item.pairs]
         start += len(item.rows)
     return torch.tensor(pairs, device=device).unbind(1)
+
+
+def accuracy(margin):
+    """1 where the chosen side is ahead, else 0; a tie, such as before step 1, is one half."""
+    tie = margin.abs() < 1e-6  # rounding
+    return torch.where(tie, 0.5, (margin > 0).float())
 
 
 def mean_by_item(values, items):
@@ -810,19 +818,25 @@ def forward_turns(model, packs):
 
 
 def forward_values(model, packs):
-    """Value head: the logit at each turn's last token, and 1 where the turn exists; (R, S) each."""
+    """The value head at the mean state of all tokens up to each turn's end; (R, S).
+
+    And 1 where the turn exists, (R, S). The head is linear, so that its value at the mean of the
+    states is the mean of its values at all of them.
+    """
     batch = collate(packs, model.device)
-    turns = max(pack.turns for pack in packs)
-    ends = torch.zeros(len(packs), turns, dtype=torch.long)
-    exists = torch.zeros(len(packs), turns)
-    for row, pack in enumerate(packs):
-        exists[row, :pack.turns] = 1.0
-        for column, turn in enumerate(pack.turn_index):
-            if turn >= 0:
-                ends[row, turn] = column
     values = forward(model, packs, batch)[..., 0].float()  # (R, T)
-    exists = exists.to(model.device)
-    return values.gather(1, ends.to(model.device)) * exists, exists
+    read = torch.zeros(len(packs), max(pack.turns for pack in packs), values.shape[1])  # (R, S, T)
+    for row, pack in enumerate(packs):
+        for column, turn in enumerate(pack.turn_index):
+            if turn >= 0 and pack.shared_length:
+                read[row, turn, :pack.shared_length] = 1.0
+                read[row, turn, column] = 1.0
+            elif turn >= 0:
+                read[row, turn, :column + 1] = 1.0
+    read = read.to(model.device)
+    counts = read.sum(-1)
+    means = (read @ values[..., None])[..., 0] / counts.clamp(min=1)
+    return means, (counts > 0).float()
 
 
 def collate(packs, device):
@@ -1256,20 +1270,20 @@ def value_objective(model, items):
     rows = [row for item in items for row in item.rows]
     chosen, rejected = pair_indices(items, model.device)
     logits, exists = turn_values(model, rows)
-    rewards = torch.tensor([row.reward for row in rows], device=model.device)
-    losses = value_loss(logits, rewards, exists)
+    outcomes = torch.tensor([row.outcome for row in rows], device=model.device)
+    losses = value_loss(logits, outcomes, exists)
     means = logits.sum(1) / exists.sum(1).clamp(min=1)
     metrics = {"train/loss": (losses[chosen] + losses[rejected]) / 2,
-               "train/accuracy": (means[chosen] > means[rejected]).float()}
+               "train/accuracy": accuracy(means[chosen] - means[rejected])}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 
 
-def value_loss(logits, rewards, turn_exists):
-    """Cross-entropy of each turn's logit with the reward, its mean over turns that exist.
+def value_loss(logits, outcomes, turn_exists):
+    """Cross-entropy of each turn's logit with the outcome, its mean over turns that exist.
 
     (R, S), (R,), (R, S) -> (R,).
     """
-    targets = rewards[:, None].expand_as(logits)
+    targets = outcomes[:, None].expand_as(logits)
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (losses * turn_exists).sum(1) / turn_exists.sum(1).clamp(min=1)
 

@@ -42,7 +42,8 @@ from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
-    COST_FLAGS, REFERENCE, Critic, Item, Reader, TrainingLoop, add_training_flags, candidate_rows,
+    COST_FLAGS, REFERENCE, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags,
+    candidate_rows,
     check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete,
     known, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
     precompute_reference, reference_table, save_checkpoint, shard, shard_settings, succeeded,
@@ -103,7 +104,7 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
     else:
         raise ValueError(f"found pairing {pairing!r}, expected 'halves', 'best_worst' or 'random'")
     pool = [(a, b) for a, b in pool if advantages[a] - advantages[b] > min_gap
-            and texts[a] and texts[b] and texts[a] != texts[b]]
+            and texts[a].strip() and texts[b].strip() and texts[a] != texts[b]]
     if pairing == "best_worst":
         return pool[:count]
     return draw.sample(pool, min(count, len(pool)))
@@ -165,7 +166,7 @@ def dpo_objective(model, items, settings):
                                      settings.beta, settings.loss)
     nll = -logprob[chosen] / length[chosen]
     metrics = {"train/loss": losses + settings.nll * nll,
-               "train/accuracy": (better > worse).float(), "train/margin": better - worse,
+               "train/accuracy": accuracy(better - worse), "train/margin": better - worse,
                "train/chosen_reward": better, "train/nll": nll}
     return {name: mean_by_item(values, items) for name, values in metrics.items()}
 

@@ -165,7 +165,7 @@ class LocalSpeaker:
 
     def _utterance(self, sample):
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-        return Utterance(text.strip(), sample.finished)
+        return Utterance(text, sample.finished)
 
 
 # -----------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class ServerSpeaker:
                 text = choice["message"]["content"]
                 text = text.encode(errors="replace").decode()  # without halves of surrogate pairs
                 finished = choice.get("finish_reason") != "length"
-                utterances.append(Utterance(text.strip(), finished))
+                utterances.append(Utterance(text, finished))
         return utterances[:n]
 
     def _request(self, messages, n, seed):

@@ -174,7 +174,7 @@ class VisionSpeaker:
         if ends:
             ids = ids[:ends[0]]
         text = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
-        return Utterance(text.strip(), finished=bool(ends))
+        return Utterance(text, finished=bool(ends))
 
 
 # -----------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from colbench import critic_messages, encode_dialogue, states_of
 from collect import Process, join_processes
 from speakers.local import load_model
 from train_critic import (
-    Critic, CriticSettings, Item, Pack, Reader, Row, TrainingLoop, advantage, can_pack,
-    candidate_rows, collate, critic_loss, critic_objective, encode_row, forward_turns,
+    Critic, CriticSettings, Item, Pack, Reader, Row, TrainingLoop, accuracy, advantage, can_pack,
+    candidate_rows, collate, critic_loss, critic_objective, dialogue_row, encode_row, forward_turns,
     holdout_metrics, learning_rate, loop_settings, open_reader, pack_rows, packed_mask,
     pair_episodes, pair_items, precompute_reference, split_tasks, turn_logprobs, turn_sums,
     turn_values, value_loss, value_objective)
@@ -147,6 +147,39 @@ def test_the_value_head_learns_the_outcome_at_every_existing_turn():
     loss = value_loss(logits, torch.tensor([1.0, 0.0]), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     first = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(1))) / 2
     assert loss.tolist() == pytest.approx([first, math.log(1 + math.exp(0.5))])
+
+
+def test_a_value_is_the_head_at_the_mean_state_of_all_tokens_up_to_the_end_of_the_turn():
+    tokenizer = byte_tokenizer()
+    model = value_model(tokenizer).eval()
+    row = rows_of(tokenizer, DIALOGUES[0])[0]
+    values, exists = turn_values(model, [row])
+    assert exists.tolist() == [[1.0] * row.turns] and row.turns > 1
+    states = model.model(torch.tensor([row.ids])).last_hidden_state[0]  # (T, hidden)
+    for turn in range(row.turns):
+        end = max(column for column, index in enumerate(row.turn_index) if index == turn)
+        expected = model.score(states[:end + 1].mean(0))
+        torch.testing.assert_close(values[0, turn], expected[0], atol=1e-5, rtol=0)
+
+
+def test_the_value_head_learns_0_or_1_and_of_a_page_its_reward():
+    reader = reader_of(byte_tokenizer())
+    for changes, outcome in (({"reward": 0.7, "success": False}, 0.0),
+                             ({"reward": 1.0, "success": True}, 1.0),
+                             ({"reward": 0.7, "success": None}, 0.7)):
+        row, _ = dialogue_row(reader, episode("t", 1.0) | changes)
+        assert row.outcome == outcome
+
+
+def test_a_margin_that_only_rounding_misses_is_kept():
+    group = [episode("t", reward, sample) for sample, reward in enumerate((0.3, 0.2))]
+    assert 0.3 - 0.2 < 0.1
+    assert len(pair_episodes(group, "all", margin=0.1)) == 1
+    assert not pair_episodes(group, "all", margin=0.11)
+
+
+def test_pairs_that_only_rounding_tells_apart_are_ties_in_the_accuracy():
+    assert accuracy(torch.tensor([2e-8, -2e-8, 1e-3, -1e-3])).tolist() == [0.5, 0.5, 1.0, 0.0]
 
 
 # -----------------------------------------------------------------------------

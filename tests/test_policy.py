@@ -13,8 +13,9 @@ from conftest import (
     write_episodes)
 
 import train_policy
-from colbench import DOMAINS, load_episodes, read_episodes, read_jsonl, states_of
-from speakers.local import load_tokenizer
+from colbench import DOMAINS, load_episodes, read_episodes, read_jsonl, read_tasks, states_of
+from speakers.interface import SpeakerSettings
+from speakers.local import LocalSpeaker, load_tokenizer
 from train_critic import (
     Critic, Item, Reader, candidate_rows, dialogue_row, encode_row, pack_rows, turn_sums)
 from train_policy import (
@@ -102,6 +103,10 @@ def test_an_unknown_pairing_share_or_loss_is_an_error_and_never_silently_another
         candidate_items(READER, [ranked_state({"a": 0.0, "b": 1.0})], pair_settings("none"))
 
 
+def test_candidates_of_blanks_alone_are_no_pair():
+    assert make_pairs(["a", " \n"], [0.0, 1.0], "halves", 4, random.Random(0)) == []
+
+
 # -----------------------------------------------------------------------------
 # Items of ranked candidates
 
@@ -159,6 +164,28 @@ def test_the_pairs_of_a_state_encode_their_prompt_and_each_candidate_once(share,
     items, _ = candidate_items(READER, [ranked_state(advantages)], settings)
     assert calls == [8]
     assert len({id(row) for item in items for row in item.rows}) == 8
+
+
+def test_training_reads_the_very_tokens_that_sampling_made():
+    settings = SpeakerSettings(temperature=1.0, max_new_tokens=64, batch_size=64)
+    policy = LocalSpeaker(str(ROOT / "toy/base"), settings)
+    sampled, utterance = [], policy._utterance
+
+    def recorded(sample):
+        made = utterance(sample)
+        sampled.append((made.text, made.finished, sample.tokens))
+        return made
+
+    policy._utterance = recorded
+    prompts = [[{"role": "user", "content": task["problem_description"]}]
+               for task in read_tasks("toy:backend:train", 8)]
+    policy.speak(prompts, n=16, seeds=range(8))
+    reader = Reader(policy.tokenizer, "none", 8192)
+    assert len(sampled) == 128
+    for text, finished, tokens in sampled:
+        row = candidate_rows(reader, prompts[0], [(text, finished)])[0]
+        own = row.ids[row.prompt_length:]
+        assert (own[:-1] if finished else own) == tokens
 
 
 def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is():
@@ -251,7 +278,7 @@ def test_a_plain_reference_is_refused_with_a_value_head_which_has_no_reference(t
     shutil.copytree(tiny(), tmp_path / "critic")
     for head in ("logratio", "value"):
         flags = {"head": head, "normalise": "turn", "privileged": "ground_truth",
-                 "max_length": 600, "model": tiny()}
+                 "max_length": 600, "model": tiny(), "lora_rank": 0}
         (tmp_path / "critic/run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
         args = parsed("sweet", "--critic", str(tmp_path / "critic"), "--reference", "plain")
         if head == "logratio":
@@ -428,7 +455,7 @@ def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_pat
 
 
 @pytest.mark.parametrize("more, same", [
-    (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing_every", 1,), True),
+    (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing_every", 1), True),
     (("--pairing", "best_worst"), False), (("--pairing", "random"), False),
     (("--nll", "1"), False), (("--pairs_per_state", "1"), False), (("--min_gap", "1"), False),
 ])
@@ -436,7 +463,7 @@ def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(
         trained, tiny, tmp_path, more, same):
     run_script("train_policy.py", *flags("sweet", trained, tiny(), tmp_path / "again",
                                          "--candidates", trained / "sweet/candidates.jsonl", *more))
-    assert same_weights(trained / "sweet", tmp_path / "again", 1e-5) == same
+    assert same_weights(trained / "sweet", tmp_path / "again", 2e-5) == same
 
 
 def test_training_without_packs_ends_with_the_same_weights(trained, tiny, tmp_path):

@@ -75,7 +75,7 @@ def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own():
             if token.item() in sampler.stops:
                 break
         text = sampler.tokenizer.decode(longer[0, len(ids):], skip_special_tokens=True)
-        assert utterances[sample].text == text.strip()
+        assert utterances[sample].text == text
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text"))
@@ -94,7 +94,7 @@ def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(fami
     assert shared == sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
     longest = [max(len(utterance.text) for utterance in utterances) for utterances in shared]
     distinct = {utterance.text for utterances in shared for utterance in utterances}
-    assert len(set(longest)) > 2 and len(distinct) > 9
+    assert len(set(longest)) > 1 and len(distinct) > 9
 
 
 def test_a_model_with_an_attention_of_its_own_keeps_it_for_samples():
@@ -110,7 +110,7 @@ def test_greedy_equals_the_generate_of_transformers():
     ids = encode_prompt(greedy.tokenizer, CONVERSATIONS[0])
     output = greedy.model.generate(
         torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=list(greedy.stops))
-    text = greedy.tokenizer.decode(output[0, len(ids):], skip_special_tokens=True).strip()
+    text = greedy.tokenizer.decode(output[0, len(ids):], skip_special_tokens=True)
     assert greedy.speak([CONVERSATIONS[0]])[0][0].text == text
 
 
