@@ -66,6 +66,23 @@ def split_message(task, text, last_turn):
     return content, content if last_turn else None
 
 
+NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
+
+
+def reasons_of(grade, last_message):
+    """Test -> "passed" or why not; "no answer" where the agent's last message was none.
+
+    Without the marker the whole last message is graded. A question, say, is not a wrong function:
+    it is no Python at all.
+    """
+    if ANSWER_MARKER in last_message:
+        return grade.reasons
+    if not set(grade.reasons.values()) <= {*NO_CODE, "solution failed"}:
+        return grade.reasons
+    return {name: "no answer" if reason in NO_CODE else reason
+            for name, reason in grade.reasons.items()}
+
+
 def leak_share(task, replies):
     """The longest run of the solution's tokens in one human reply, as a share of the solution."""
     solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])
@@ -80,20 +97,33 @@ def leak_share(task, replies):
 # -----------------------------------------------------------------------------
 # What each party sees
 
+# With {max_turns} filled in; a dialogue of one turn has a text of its own
 BACKEND_AGENT_PROMPT = (
     "You help a person who needs a Python function. The person has details in mind that the request"
     " leaves out. Each message of yours is either one short question about such a detail, or your"
-    " answer. You may send ten messages in all. When you know enough, write"
+    " answer. You may send {max_turns} messages in all. When you know enough, write"
     f' "{ANSWER_MARKER}" and after it the complete function as plain Python code, without comments'
     " on it. Only this code is tested, so keep to the signature that was asked for."
+)
+BACKEND_ONE_TURN_PROMPT = (
+    "You help a person who needs a Python function. The person has details in mind that the request"
+    " leaves out, but you cannot ask about them: you send one message, and it is your answer. Write"
+    f' "{ANSWER_MARKER}" at once, and after it the complete function as plain Python code, guessing'
+    " what is left open. Only this code is tested, so keep to the signature that was asked for."
 )
 FRONTEND_AGENT_PROMPT = (
     "You design a web page together with a person who has a finished look in mind and sees each"
     " page that you send as a picture. First write down what you will do, then"
     f' "{OUTPUT_MARKER}" and after it one whole page from <html> to </html>, styled with Tailwind'
-    " classes; for pictures use https://picsum.photos/WIDTH/HEIGHT. You may send ten pages in all,"
-    " and the last one counts. When the person has nothing more to change, write"
+    " classes; for pictures use https://picsum.photos/WIDTH/HEIGHT. You may send {max_turns} pages"
+    " in all, and the last one counts. When the person has nothing more to change, write"
     f' "{ANSWER_MARKER}" after "{OUTPUT_MARKER}" and then the final page.'
+)
+FRONTEND_ONE_TURN_PROMPT = (
+    "You design a web page for a person who has a finished look in mind. You send one message and"
+    " hear nothing back. First write down what you will do, then"
+    f' "{OUTPUT_MARKER} {ANSWER_MARKER}" and after it one whole page from <html> to </html>, styled'
+    " with Tailwind classes; for pictures use https://picsum.photos/WIDTH/HEIGHT."
 )
 BACKEND_HUMAN_PROMPT = (
     "You asked a programmer for a Python function. What you asked was:\n{problem_description}\n\n"
@@ -113,9 +143,14 @@ FRONTEND_HUMAN_PROMPT = (
 SOLUTION_NOTE = "Reference solution, known in training only:\n{solution}\n\n"
 
 
-def agent_prompt_of(task, prompt):
+def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
     """The agent's instructions: the given prompt (an empty one means none), or the domain's own."""
-    return DOMAINS[task["domain"]].agent_prompt if prompt is None else prompt
+    if prompt is not None:
+        return prompt
+    domain = DOMAINS[task["domain"]]
+    if max_turns == 1:
+        return domain.one_turn_prompt
+    return filled(domain.agent_prompt, {"max_turns": str(max_turns)})
 
 
 def read_prompt(path):
@@ -343,7 +378,8 @@ class Domain(typing.NamedTuple):
     hold any text field of the task as a {placeholder}.
     """
 
-    agent_prompt: str
+    agent_prompt: str  # may hold {max_turns}
+    one_turn_prompt: str  # the same where the agent sends one message only
     human_prompt: str
     referee: type  # how answers are judged, and what the human sees
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
@@ -380,6 +416,7 @@ def one_domain(tasks):
 DOMAINS = {
     "backend": Domain(
         agent_prompt=BACKEND_AGENT_PROMPT,
+        one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
         human_prompt=BACKEND_HUMAN_PROMPT,
         referee=BackendReferee,
         complete=complete_backend,
@@ -388,6 +425,7 @@ DOMAINS = {
     ),
     "frontend": Domain(
         agent_prompt=FRONTEND_AGENT_PROMPT,
+        one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
         human_prompt=FRONTEND_HUMAN_PROMPT,
         referee=FrontendReferee,
         reply_chars=1000,

@@ -42,7 +42,9 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
-    derive_seed, leak_share, open_referee, read_prompt, read_tasks, split_message, write_atomically)
+    derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
+    split_message, write_atomically)
+from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 
@@ -72,7 +74,7 @@ def play(task, sample, parties, on_turn):
     speakers draw depends on the task, the sample and the turn alone, never on other dialogues.
     """
     agent, human, referee, rules = parties
-    agent_prompt = agent_prompt_of(task, rules.agent_prompt)
+    agent_prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     history = [{"role": "user", "content": task["problem_description"]}]
     answer = error = grade = None
 
@@ -114,7 +116,7 @@ def play(task, sample, parties, on_turn):
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
         "reward": grade.reward if grade else None, "success": grade.success if grade else None,
         "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs),
-        "reasons": grade.reasons if grade else {}, "leak": leak_share(task, replies),
+        "reasons": reasons_of(grade, content) if grade else {}, "leak": leak_share(task, replies),
         "seed": rules.seed, "agent_prompt": agent_prompt, "error": error,
     }
 
