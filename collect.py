@@ -23,6 +23,7 @@ own thoughts before "OUTPUT:" again.
 
 import argparse
 import datetime
+import difflib
 import fcntl
 import functools
 import hashlib
@@ -31,6 +32,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import typing
@@ -555,8 +557,23 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return super()._get_help_string(action)
 
 
+class FlagParser(argparse.ArgumentParser):
+    """Names the flag that a mistyped one is closest to."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        known = ["--help", *re.findall(r"--\w+", self.format_usage())]
+        for word in sys.argv[1:] if args is None else args:
+            flag = word.partition("=")[0]
+            if not flag.startswith("--") or any(name.startswith(flag) for name in known):
+                continue
+            closest = difflib.get_close_matches(flag, known, 1)
+            meant = f"; did you mean {closest[0]}?" if closest else ""
+            raise SystemExit(f"found {flag}, expected a flag of {self.prog} (see --help){meant}")
+        return super().parse_known_args(args, namespace)
+
+
 def flag_parser(description):
-    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    return FlagParser(description=description, formatter_class=HelpFormatter)
 
 
 def add_dtype_flag(group):
@@ -588,8 +605,8 @@ def add_rollout_flags(parser):
     add("--max_new_tokens", type=int, default=1024, help="of one agent message")
     names.append(add_dtype_flag(group))
     group = parser.add_argument_group("human")
-    add("--human", help="as --agent (for pages: vision-language); default in a toy"
-        " world: scripted")
+    add("--human", help="model name or directory (for pages: of a vision-language model),"
+        " http://host:port/v1, or scripted, the default in a toy world")
     add("--human_model", help="model name to ask a human server for")
     add("--human_prompt", help="file with the human's instructions")
     add("--uninformed_human", action="store_true",
