@@ -66,6 +66,7 @@ def split_message(task, text, last_turn):
     return content, content if last_turn else None
 
 
+# What the judge says of a text that is no Python
 NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
 
 
@@ -872,10 +873,10 @@ def check_command(path, judge, require_protection):
 
 
 def solution_advice(task, name, reason):
-    """What to do about a test that the task's own solution does not pass; "" where that is open."""
-    if task["test_cases"][name].lstrip().startswith("assert "):
-        return " (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its" \
-            " value with the solution's)"
+    """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
+    if re.match(r"\s*assert\b", task["test_cases"][name]):
+        return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
+                " value with the solution's)")
     if reason == "the solution raised ModuleNotFoundError":
         missing = " and ".join(missing_modules(task["ground_truth"]))
         if missing:

@@ -312,9 +312,24 @@ def summary(totals):
     return f"success {totals['passed'] / totals['tested']:.3f}, {reward}"
 
 
+def marker_hint(episodes):
+    """A hint if most dialogues ended without the marker. Pages do without: the last one counts."""
+    last = [episode["dialogue_history"][-1] for episode in episodes
+            if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
+    unmarked = [message for message in last if ANSWER_MARKER not in message["content"]]
+    if len(unmarked) <= len(last) / 2:
+        return ""
+    cut = sum(not message["finished"] for message in unmarked)
+    return (f"Most dialogues ({len(unmarked)} of {len(last)}) ended without the marker"
+            f" '{ANSWER_MARKER}', so that their last message was graded as it is. Read some with"
+            " `python colbench.py show`; then name the marker in the agent's prompt, take an agent"
+            " that follows instructions, or raise --max_turns or --max_new_tokens"
+            f" ({cut} of these messages were cut).\n")
+
+
 def main(args):
     process = join_processes()
-    tasks = read_tasks(args.tasks, args.num_tasks)
+    tasks = rollout_tasks(args, process)
     settings = rollout_settings(args, tasks, process)
     claim_rollout(f"{args.output}.run.json", vars(args), process)
     jobs = all_jobs(tasks, args.samples_per_task)
@@ -324,6 +339,7 @@ def main(args):
     failures = [episode["error"] for episode in episodes if episode["error"]]
     outcomes = summary(add_outcomes(Counter(), episodes))
     print(f"{args.output}: {len(episodes)} episodes, {outcomes}, {len(failures)} failed")
+    print(marker_hint(episodes), end="")
     if failures:
         print(f"First failure: {failures[0]}\nGive the same command again to retry the failed"
               " ones.")
@@ -356,6 +372,16 @@ class Process(typing.NamedTuple):
             import torch.distributed
 
             torch.distributed.barrier()
+
+    def from_leader(self, value):
+        """The value that the leader has, on every rank."""
+        if self.world == 1:
+            return value
+        import torch.distributed
+
+        values = [value]
+        torch.distributed.broadcast_object_list(values)
+        return values[0]
 
 
 def join_processes(always=False):
@@ -595,6 +621,8 @@ def add_rollout_flags(parser):
     add("--tasks", help="task file, or toy:backend:train, toy:frontend:test, ...")
     add("--num_tasks", type=int,
         help="the first so many tasks (default: all; 1000 of a toy world)")
+    add("--skip_unsolvable", action="store_true",
+        help="leave out tasks that their own solution cannot solve")
     add("--seed", type=int, default=0, help="seed of all sampling")
     group = parser.add_argument_group("agent")
     add("--agent", help="model name or directory, http://host:port/v1, or scripted")
@@ -655,6 +683,51 @@ def refuse_ignored(parser, args, names, reason):
         if value != parser.get_default(name):
             raise SystemExit(f"found --{name} {value}, which is ignored {reason}; expected it to be"
                              " omitted")
+
+
+def rollout_tasks(args, process):
+    """The tasks of --tasks, without those that --skip_unsolvable leaves out."""
+    tasks = read_tasks(args.tasks, args.num_tasks)
+    unsolvable = unsolvable_tasks(tasks, args, process)
+    if not unsolvable:
+        return tasks
+    if process.leads:
+        lines = ", ".join(str(index + 1) for index in unsolvable[:5])
+        if len(unsolvable) > 5:
+            lines += ", ..."
+        if args.skip_unsolvable:
+            what = "are left out"
+        else:
+            what = "are played all the same (--skip_unsolvable leaves them out)"
+        print(f"{len(unsolvable)} of {len(tasks)} tasks cannot be solved by their own solution and"
+              f" {what}: {args.tasks}, line {lines}; `python colbench.py check {args.tasks}` says"
+              " why", file=sys.stderr)
+    if not args.skip_unsolvable:
+        return tasks
+    solvable = [task for index, task in enumerate(tasks) if index not in unsolvable]
+    if not solvable:
+        raise SystemExit(f"{args.tasks}: found no task that its own solution solves, expected at"
+                         " least one; mend the tests or the solutions")
+    return solvable
+
+
+def unsolvable_tasks(tasks, args, process):
+    """The indices of the tasks that have a test which their own solution does not pass.
+
+    The leader finds them for all ranks, which must not disagree on what is played.
+    """
+    check = one_domain(tasks).check
+    if args.skip_unsolvable and not check:
+        raise SystemExit("found --skip_unsolvable for tasks without tests, which is ignored;"
+                         " expected it to be omitted")
+    solvable_by_construction = "toy" in tasks[0] and not args.skip_unsolvable
+    if solvable_by_construction or not check:
+        return []
+    found = []
+    if process.leads:
+        rows, _ = check(tasks, args.judge, args.require_protection)
+        found = sorted({index for index, _, _ in rows})
+    return process.from_leader(found)
 
 
 def rollout_settings(args, tasks, process):

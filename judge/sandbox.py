@@ -272,8 +272,8 @@ class Judge:
 def tell_once(status: dict[str, bool]) -> None:
     """Print which protections this machine lacks, and what that means.
 
-    Later judges stay silent, also those of processes that this one starts, and so do all ranks of
-    a torchrun but the first.
+    Later judges stay silent, also those of processes that this one starts, and so do all but one
+    of the processes that torchrun starts on a machine.
     """
     inactive = [name for name, active in status.items() if not active]
     if not inactive or TOLD in os.environ:
@@ -286,7 +286,7 @@ def tell_once(status: dict[str, bool]) -> None:
         )
     else:
         meaning = "a second line of defence; answers are closed in without it"
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         names = ", ".join(inactive)
         print(f"judge: not active on this machine: {names} ({meaning})", file=sys.stderr)
 
