@@ -11,7 +11,10 @@ from conftest import ROOT, dialogue, episode, run_script
 
 import colbench
 import collect
+import train_critic
 from judge import sandbox
+
+ALONE = collect.Process(0, 1, None)
 
 TASKS = [
     {"problem_description": "double n", "ground_truth": "def f(n): return 2 * n",
@@ -212,14 +215,14 @@ def test_a_file_without_a_solvable_task_and_tasks_without_tests_are_refused(tmp_
         args = collect.parse_args(["--tasks", str(path), "--agent", "scripted", "--output",
                                    str(tmp_path / "o"), "--skip_unsolvable"])
         with pytest.raises(SystemExit, match=found):
-            collect.rollout_tasks(args, collect.Process(0, 1, None))
+            collect.rollout_tasks(args, ALONE)
 
 
 def test_toy_tasks_are_solvable_by_construction_and_not_graded(monkeypatch, tmp_path):
     monkeypatch.delattr("judge.sandbox.Judge.__init__")
     flags = ["--tasks", "toy:backend:train", "--num_tasks", "3", "--agent", "scripted", "--output",
              str(tmp_path / "o")]
-    tasks = collect.rollout_tasks(collect.parse_args(flags), collect.Process(0, 1, None))
+    tasks = collect.rollout_tasks(collect.parse_args(flags), ALONE)
     assert len(tasks) == 3
 
 
@@ -240,6 +243,47 @@ def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
     assert "2 of 3) ended without the marker" in hint and "(1 of these messages were cut)" in hint
     assert collect.marker_hint(ended("what?", answer)) == ""
     assert collect.marker_hint([episode("t", None, error="gone")]) == ""
+
+
+# -----------------------------------------------------------------------------
+# How training ends
+
+
+@pytest.mark.parametrize("margins, ending", [
+    ([0.0002, 0.0001], "after 2 steps; margin 0.00015: the model hardly moved; raise --lr"),
+    ([0.0] * 30 + [-3.0] * 20, "after 50 steps; margin -3\n"),
+    ([None], "after 1 steps\n"),
+])
+def test_training_ends_with_where_the_checkpoint_lies_and_whether_it_moved(
+        tmp_path, capsys, margins, ending):
+    rows = [{"step": step} | ({} if margin is None else {"train/margin": margin})
+            for step, margin in enumerate(margins)]
+    log = train_critic.MetricsLog(write(tmp_path / "metrics.jsonl", rows), len(rows), ALONE)
+    log.print_end(tmp_path)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}: the checkpoint, ") and ending in said
+    train_critic.MetricsLog(tmp_path / "none", 0, collect.Process(1, 2, None)).print_end(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_of_a_trainer_shows_loss_accuracy_and_margin(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    log = train_critic.MetricsLog(tmp_path / "metrics.jsonl", 0, ALONE)
+    bar = log.progress(0, 1)
+    log.write(0, {"train/loss": 0.69312, "train/accuracy": 1.0, "train/margin": 0.00012,
+                  "optim/lr": 1.0})
+    assert bar.postfix == "loss=0.693, accuracy=1, margin=0.00012"
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("train_critic.py", ()), ("train_policy.py", ("--method", "mtdpo")),
+])
+def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path, script, flags):
+    rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
+    done = run_script(script, *flags, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
+                      tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
+    assert "raise --max_length 8, which left out 2 that are longer" in done.stderr
+    assert "collect more" not in done.stderr and "Traceback" not in done.stderr
 
 
 # -----------------------------------------------------------------------------
