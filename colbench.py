@@ -12,6 +12,7 @@ How it works:
   4. DOMAINS holds all that differs between functions and pages: a third domain is one more entry.
 
     python colbench.py check TASKS.jsonl   grade every solution against itself, show protections
+    python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl   make tasks from WebSight rows
 
 Reads: task files of facebook/collaborative_agent_bench as they are, and `toy:backend:train` names.
@@ -21,15 +22,21 @@ Reads: task files of facebook/collaborative_agent_bench as they are, and `toy:ba
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import difflib
 import functools
 import glob
 import hashlib
+import importlib.machinery
 import json
 import os
 import re
+import shutil
+import signal
+import sys
 import tempfile
+import textwrap
 import typing
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +66,24 @@ def split_message(task, text, last_turn):
     return content, content if last_turn else None
 
 
+# What the judge says of a text that is no Python
+NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
+
+
+def reasons_of(grade, last_message):
+    """Test -> "passed" or why not; "no answer" where the agent's last message was none.
+
+    Without the marker the whole last message is graded. A question, say, is not a wrong function:
+    it is no Python at all.
+    """
+    if ANSWER_MARKER in last_message:
+        return grade.reasons
+    if not set(grade.reasons.values()) <= {*NO_CODE, "solution failed"}:
+        return grade.reasons
+    return {name: "no answer" if reason in NO_CODE else reason
+            for name, reason in grade.reasons.items()}
+
+
 def leak_share(task, replies):
     """The longest run of the solution's tokens in one human reply, as a share of the solution."""
     solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])
@@ -73,20 +98,33 @@ def leak_share(task, replies):
 # -----------------------------------------------------------------------------
 # What each party sees
 
+# With {max_turns} filled in; a dialogue of one turn has a text of its own
 BACKEND_AGENT_PROMPT = (
     "You help a person who needs a Python function. The person has details in mind that the request"
     " leaves out. Each message of yours is either one short question about such a detail, or your"
-    " answer. You may send ten messages in all. When you know enough, write"
+    " answer. You may send {max_turns} messages in all. When you know enough, write"
     f' "{ANSWER_MARKER}" and after it the complete function as plain Python code, without comments'
     " on it. Only this code is tested, so keep to the signature that was asked for."
+)
+BACKEND_ONE_TURN_PROMPT = (
+    "You help a person who needs a Python function. The person has details in mind that the request"
+    " leaves out, but you cannot ask about them: you send one message, and it is your answer. Write"
+    f' "{ANSWER_MARKER}" at once, and after it the complete function as plain Python code, guessing'
+    " what is left open. Only this code is tested, so keep to the signature that was asked for."
 )
 FRONTEND_AGENT_PROMPT = (
     "You design a web page together with a person who has a finished look in mind and sees each"
     " page that you send as a picture. First write down what you will do, then"
     f' "{OUTPUT_MARKER}" and after it one whole page from <html> to </html>, styled with Tailwind'
-    " classes; for pictures use https://picsum.photos/WIDTH/HEIGHT. You may send ten pages in all,"
-    " and the last one counts. When the person has nothing more to change, write"
+    " classes; for pictures use https://picsum.photos/WIDTH/HEIGHT. You may send {max_turns} pages"
+    " in all, and the last one counts. When the person has nothing more to change, write"
     f' "{ANSWER_MARKER}" after "{OUTPUT_MARKER}" and then the final page.'
+)
+FRONTEND_ONE_TURN_PROMPT = (
+    "You design a web page for a person who has a finished look in mind. You send one message and"
+    " hear nothing back. First write down what you will do, then"
+    f' "{OUTPUT_MARKER} {ANSWER_MARKER}" and after it one whole page from <html> to </html>, styled'
+    " with Tailwind classes; for pictures use https://picsum.photos/WIDTH/HEIGHT."
 )
 BACKEND_HUMAN_PROMPT = (
     "You asked a programmer for a Python function. What you asked was:\n{problem_description}\n\n"
@@ -106,9 +144,14 @@ FRONTEND_HUMAN_PROMPT = (
 SOLUTION_NOTE = "Reference solution, known in training only:\n{solution}\n\n"
 
 
-def agent_prompt_of(task, prompt):
+def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
     """The agent's instructions: the given prompt (an empty one means none), or the domain's own."""
-    return DOMAINS[task["domain"]].agent_prompt if prompt is None else prompt
+    if prompt is not None:
+        return prompt
+    domain = DOMAINS[task["domain"]]
+    if max_turns == 1:
+        return domain.one_turn_prompt
+    return filled(domain.agent_prompt, {"max_turns": str(max_turns)})
 
 
 def read_prompt(path):
@@ -322,12 +365,7 @@ class FrontendReferee(Referee):
 
 
 def open_referee(tasks, settings):
-    """The referee of the one domain that all tasks belong to."""
-    domains = {task["domain"] for task in tasks}
-    if len(domains) > 1:
-        raise SystemExit(f"found {' and '.join(sorted(domains))} tasks together, expected one"
-                         " domain; put them in separate files")
-    return DOMAINS[domains.pop()].referee(tasks, settings)
+    return one_domain(tasks).referee(tasks, settings)
 
 
 # -----------------------------------------------------------------------------
@@ -341,7 +379,8 @@ class Domain(typing.NamedTuple):
     hold any text field of the task as a {placeholder}.
     """
 
-    agent_prompt: str
+    agent_prompt: str  # may hold {max_turns}
+    one_turn_prompt: str  # the same where the agent sends one message only
     human_prompt: str
     referee: type  # how answers are judged, and what the human sees
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
@@ -366,9 +405,19 @@ def complete_backend(task, where):
         expect(task["test_cases"], name, str, f"{where}, test_cases")
 
 
+def one_domain(tasks):
+    """The Domain that all tasks belong to."""
+    domains = {task["domain"] for task in tasks}
+    if len(domains) > 1:
+        raise SystemExit(f"found {' and '.join(sorted(domains))} tasks together, expected one"
+                         " domain; put them in separate files")
+    return DOMAINS[domains.pop()]
+
+
 DOMAINS = {
     "backend": Domain(
         agent_prompt=BACKEND_AGENT_PROMPT,
+        one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
         human_prompt=BACKEND_HUMAN_PROMPT,
         referee=BackendReferee,
         complete=complete_backend,
@@ -377,6 +426,7 @@ DOMAINS = {
     ),
     "frontend": Domain(
         agent_prompt=FRONTEND_AGENT_PROMPT,
+        one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
         human_prompt=FRONTEND_HUMAN_PROMPT,
         referee=FrontendReferee,
         reply_chars=1000,
@@ -473,7 +523,8 @@ def complete_episode(row, where="episode"):
     episode |= {"task": task, "success": success, "turns": len(history) // 2, "error": error}
     for key, kind in (("sample", int), ("leak", (int, float)), ("reasons", dict)):
         expect(episode, key, kind, where)
-    for key, kind in (("answer", str), ("agent_prompt", str), ("agent_tokens", int)):
+    for key, kind in (("answer", str), ("agent_prompt", str), ("agent_tokens", int),
+                      ("advantages", list), ("credits", list)):
         expect(episode, key, kind, where, optional=True)
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
@@ -804,14 +855,14 @@ WEBSIGHT_TRAIN = 10_000  # the paper trains on the first 10,000 WebSight rows, t
 def check_command(path, judge, require_protection):
     """The table of tests that cannot be passed, then the sandbox's protections."""
     tasks = read_tasks(path)
-    domains = {task["domain"] for task in tasks}
-    uncheckable = sorted(domain for domain in domains if DOMAINS[domain].check is None)
-    if uncheckable or len(domains) > 1:
-        raise SystemExit(f"{path}: found {', '.join(sorted(domains))} tasks, expected tasks of one"
-                         " domain that has tests to check, such as backend tasks")
-    rows, status = DOMAINS[domains.pop()].check(tasks, judge, require_protection)
+    check = one_domain(tasks).check
+    if check is None:
+        raise SystemExit(f"{path}: found {tasks[0]['domain']} tasks, expected tasks that have tests"
+                         " to check, such as backend tasks")
+    rows, status = check(tasks, judge, require_protection)
     for index, name, reason in rows:
-        print(f"{index:6d}  {tasks[index]['task_id']:16s}  {name:8s}  {reason}")
+        why = solution_advice(tasks[index], name, reason)
+        print(f"{path}: line {index + 1}, {harmless(name)}: {reason}{why}")
     broken = {index for index, _, _ in rows}
     print(f"{len(tasks) - len(broken)} of {len(tasks)} tasks can be solved in full (judge {judge})")
     for name, active in status.items():
@@ -819,6 +870,121 @@ def check_command(path, judge, require_protection):
     if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
+
+
+def solution_advice(task, name, reason):
+    """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
+    if re.match(r"\s*assert\b", task["test_cases"][name]):
+        return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
+                " value with the solution's)")
+    if reason == "the solution raised ModuleNotFoundError":
+        missing = " and ".join(missing_modules(task["ground_truth"]))
+        if missing:
+            return f" (it needs the module {missing}, which the judge does not have)"
+    return ""
+
+
+def missing_modules(code):
+    """The modules that code imports and that this interpreter, which is the judge's, lacks."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return sorted(name for name in names - sys.stdlib_module_names
+                  if importlib.machinery.PathFinder.find_spec(name) is None)
+
+
+BOLD, FAINT, BLUE, ORANGE, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[34m", "\x1b[33m", "\x1b[0m"
+
+
+def show_command(path, task_id, colour):
+    """Print the dialogues of a file task by task, or of one task; its solution comes first."""
+    groups = group_by_task(read_episodes(path))
+    if task_id is None:
+        shown = list(groups)
+    elif task_id in groups:
+        shown = [task_id]
+    else:
+        close = difflib.get_close_matches(task_id, groups, 3, cutoff=0)
+        raise SystemExit(f"{path}: found no task {task_id!r}, expected one of its {len(groups)}"
+                         f" tasks, such as {', '.join(map(harmless, close))}")
+    for name in shown:
+        parts = [(BOLD, "task", name), (FAINT, "solution", groups[name][0]["task"]["ground_truth"])]
+        for episode in groups[name]:
+            parts += [("", "", ""), *dialogue_parts(episode)]
+        for style, label, text in parts:
+            print_part(style if colour else "", label, text)
+        print()
+
+
+def dialogue_parts(episode):
+    """Yield (style, label, text): the outcome, each message with what is known of it, the tests."""
+    outcome = f"sample {episode['sample']}"
+    if episode["agent"]:
+        outcome += f" of {episode['agent']}"
+    outcome += f": {episode['turns']} turns, "
+    if episode["error"]:
+        outcome += f"stopped by an error: {episode['error']}"
+    else:
+        if episode["success"] is not None:
+            outcome += "solved, " if episode["success"] else "not solved, "
+        outcome += f"reward {episode['reward']:.3f}"
+    yield BOLD, "episode", outcome
+    for index, message in enumerate(episode["dialogue_history"]):
+        if message["role"] == "user":
+            yield FAINT, "human", message["content"]
+        else:
+            yield "", f"agent {index // 2 + 1}", message.get("output") or message["content"]
+            yield from turn_notes(episode, index // 2, message)
+    if episode["reasons"]:
+        yield BOLD, "tests", counted_reasons(episode["reasons"])
+
+
+def counted_reasons(reasons):
+    """Such as "7 passed; 2 wrong (test3, test5); 1 timed out (test9)"."""
+    tests_of = {}
+    for test, reason in reasons.items():
+        tests_of.setdefault(str(reason), []).append(test)
+    parts = []
+    for reason, tests in tests_of.items():
+        part = f"{len(tests)} {reason}"
+        if len(tests_of) > 1 and reason != "passed":
+            part += f" ({', '.join(tests)})"
+        parts.append(part)
+    return "; ".join(parts)
+
+
+def turn_notes(episode, turn, message):
+    """What the episode carries on an agent turn: the critic's advantage, the toy's true credit."""
+    notes, style = [], FAINT
+    advantages, credits = episode.get("advantages") or [], episode.get("credits") or []
+    if turn < len(advantages) and isinstance(advantages[turn], (int, float)):
+        notes.append(f"advantage {advantages[turn]:+.3f}")
+        style = BLUE if advantages[turn] > 0 else ORANGE
+    if turn < len(credits):
+        notes.append(f"true credit: {credits[turn]}")
+    if message.get("finished") is False:
+        notes.append("cut at the token limit")
+    if notes:
+        yield style, "", f"[{'; '.join(notes)}]"
+
+
+def print_part(style, label, text):
+    """Print a text beside its label; no line of the text begins where labels do."""
+    columns = max(40, min(100, shutil.get_terminal_size().columns))
+    for line in harmless(text).split("\n"):
+        for part in textwrap.wrap(line, columns - 10, break_on_hyphens=False) or [""]:
+            print(f"{style}{label:10s}{part}".rstrip() + (PLAIN if style else ""))
+            label = ""
+
+
+def harmless(text):
+    """The text with whatever could steer a terminal spelled out, such as escape sequences."""
+    text = text.replace("\r\n", "\n").expandtabs(4)
+    return "".join(character if character.isprintable() or character == "\n"
+                   else character.encode("unicode_escape").decode() for character in text)
 
 
 def websight(rows_path, train_path, test_path=None):
@@ -847,6 +1013,9 @@ def main(argv=None):
                        help="grading semantics")
     check.add_argument("--require_protection", action="store_true",
                        help="refuse if the sandbox lacks a protection")
+    show = commands.add_parser("show", help="print dialogues to read")
+    show.add_argument("episodes", help="file of collect.py or evaluate.py, or the official one")
+    show.add_argument("task", nargs="?", help="task_id of the one task to show (default: all)")
     convert = commands.add_parser("websight", help="turn WebSight rows into frontend tasks")
     convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
     convert.add_argument("train", help="task file for the first 10,000 rows")
@@ -854,6 +1023,11 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.command == "check":
         check_command(args.tasks, args.judge, args.require_protection)
+    elif args.command == "show":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with the pager
+        sys.stdout.reconfigure(errors="backslashreplace")
+        show_command(args.episodes, args.task,
+                     colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     else:
         websight(args.rows, args.train, args.test)
 

@@ -23,6 +23,7 @@ own thoughts before "OUTPUT:" again.
 
 import argparse
 import datetime
+import difflib
 import fcntl
 import functools
 import hashlib
@@ -31,6 +32,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import typing
@@ -42,7 +44,9 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
-    derive_seed, leak_share, open_referee, read_prompt, read_tasks, split_message, write_atomically)
+    derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
+    split_message, write_atomically)
+from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 
@@ -72,7 +76,7 @@ def play(task, sample, parties, on_turn):
     speakers draw depends on the task, the sample and the turn alone, never on other dialogues.
     """
     agent, human, referee, rules = parties
-    agent_prompt = agent_prompt_of(task, rules.agent_prompt)
+    agent_prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     history = [{"role": "user", "content": task["problem_description"]}]
     answer = error = grade = None
 
@@ -114,7 +118,7 @@ def play(task, sample, parties, on_turn):
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
         "reward": grade.reward if grade else None, "success": grade.success if grade else None,
         "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs),
-        "reasons": grade.reasons if grade else {}, "leak": leak_share(task, replies),
+        "reasons": reasons_of(grade, content) if grade else {}, "leak": leak_share(task, replies),
         "seed": rules.seed, "agent_prompt": agent_prompt, "error": error,
     }
 
@@ -308,9 +312,24 @@ def summary(totals):
     return f"success {totals['passed'] / totals['tested']:.3f}, {reward}"
 
 
+def marker_hint(episodes):
+    """A hint if most dialogues ended without the marker. Pages do without: the last one counts."""
+    last = [episode["dialogue_history"][-1] for episode in episodes
+            if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
+    unmarked = [message for message in last if ANSWER_MARKER not in message["content"]]
+    if len(unmarked) <= len(last) / 2:
+        return ""
+    cut = sum(not message["finished"] for message in unmarked)
+    return (f"Most dialogues ({len(unmarked)} of {len(last)}) ended without the marker"
+            f" '{ANSWER_MARKER}', so that their last message was graded as it is. Read some with"
+            " `python colbench.py show`; then name the marker in the agent's prompt, take an agent"
+            " that follows instructions, or raise --max_turns or --max_new_tokens"
+            f" ({cut} of these messages were cut).\n")
+
+
 def main(args):
     process = join_processes()
-    tasks = read_tasks(args.tasks, args.num_tasks)
+    tasks = rollout_tasks(args, process)
     settings = rollout_settings(args, tasks, process)
     claim_rollout(f"{args.output}.run.json", vars(args), process)
     jobs = all_jobs(tasks, args.samples_per_task)
@@ -320,6 +339,7 @@ def main(args):
     failures = [episode["error"] for episode in episodes if episode["error"]]
     outcomes = summary(add_outcomes(Counter(), episodes))
     print(f"{args.output}: {len(episodes)} episodes, {outcomes}, {len(failures)} failed")
+    print(marker_hint(episodes), end="")
     if failures:
         print(f"First failure: {failures[0]}\nGive the same command again to retry the failed"
               " ones.")
@@ -353,6 +373,16 @@ class Process(typing.NamedTuple):
             import torch.distributed
 
             torch.distributed.barrier()
+
+    def from_leader(self, value):
+        """The value that the leader has, on every rank."""
+        if self.world == 1:
+            return value
+        import torch.distributed
+
+        values = [value]
+        torch.distributed.broadcast_object_list(values)
+        return values[0]
 
 
 # Within a training step no rank waits for long, so one that is silent for so many minutes hangs.
@@ -566,8 +596,23 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return super()._get_help_string(action)
 
 
+class FlagParser(argparse.ArgumentParser):
+    """Names the flag that a mistyped one is closest to."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        known = ["--help", *re.findall(r"--\w+", self.format_usage())]
+        for word in sys.argv[1:] if args is None else args:
+            flag = word.partition("=")[0]
+            if not flag.startswith("--") or any(name.startswith(flag) for name in known):
+                continue
+            closest = difflib.get_close_matches(flag, known, 1)
+            meant = f"; did you mean {closest[0]}?" if closest else ""
+            raise SystemExit(f"found {flag}, expected a flag of {self.prog} (see --help){meant}")
+        return super().parse_known_args(args, namespace)
+
+
 def flag_parser(description):
-    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    return FlagParser(description=description, formatter_class=HelpFormatter)
 
 
 def add_dtype_flag(group):
@@ -589,6 +634,8 @@ def add_rollout_flags(parser):
     add("--tasks", help="task file, or toy:backend:train, toy:frontend:test, ...")
     add("--num_tasks", type=int,
         help="the first so many tasks (default: all; 1000 of a toy world)")
+    add("--skip_unsolvable", action="store_true",
+        help="leave out tasks that their own solution cannot solve")
     add("--seed", type=int, default=0, help="seed of all sampling")
     group = parser.add_argument_group("agent")
     add("--agent", help="model name or directory, http://host:port/v1, or scripted")
@@ -599,8 +646,8 @@ def add_rollout_flags(parser):
     add("--max_new_tokens", type=int, default=1024, help="of one agent message")
     names.append(add_dtype_flag(group))
     group = parser.add_argument_group("human")
-    add("--human", help="as --agent (for pages: vision-language); default in a toy"
-        " world: scripted")
+    add("--human", help="model name or directory (for pages: of a vision-language model),"
+        " http://host:port/v1, or scripted, the default in a toy world")
     add("--human_model", help="model name to ask a human server for")
     add("--human_prompt", help="file with the human's instructions")
     add("--uninformed_human", action="store_true",
@@ -649,6 +696,51 @@ def refuse_ignored(parser, args, names, reason):
         if value != parser.get_default(name):
             raise SystemExit(f"found --{name} {value}, which is ignored {reason}; expected it to be"
                              " omitted")
+
+
+def rollout_tasks(args, process):
+    """The tasks of --tasks, without those that --skip_unsolvable leaves out."""
+    tasks = read_tasks(args.tasks, args.num_tasks)
+    unsolvable = unsolvable_tasks(tasks, args, process)
+    if not unsolvable:
+        return tasks
+    if process.leads:
+        lines = ", ".join(str(index + 1) for index in unsolvable[:5])
+        if len(unsolvable) > 5:
+            lines += ", ..."
+        if args.skip_unsolvable:
+            what = "are left out"
+        else:
+            what = "are played all the same (--skip_unsolvable leaves them out)"
+        print(f"{len(unsolvable)} of {len(tasks)} tasks cannot be solved by their own solution and"
+              f" {what}: {args.tasks}, line {lines}; `python colbench.py check {args.tasks}` says"
+              " why", file=sys.stderr)
+    if not args.skip_unsolvable:
+        return tasks
+    solvable = [task for index, task in enumerate(tasks) if index not in unsolvable]
+    if not solvable:
+        raise SystemExit(f"{args.tasks}: found no task that its own solution solves, expected at"
+                         " least one; mend the tests or the solutions")
+    return solvable
+
+
+def unsolvable_tasks(tasks, args, process):
+    """The indices of the tasks that have a test which their own solution does not pass.
+
+    The leader finds them for all ranks, which must not disagree on what is played.
+    """
+    check = one_domain(tasks).check
+    if args.skip_unsolvable and not check:
+        raise SystemExit("found --skip_unsolvable for tasks without tests, which is ignored;"
+                         " expected it to be omitted")
+    solvable_by_construction = "toy" in tasks[0] and not args.skip_unsolvable
+    if solvable_by_construction or not check:
+        return []
+    found = []
+    if process.leads:
+        rows, _ = check(tasks, args.judge, args.require_protection)
+        found = sorted({index for index, _, _ in rows})
+    return process.from_leader(found)
 
 
 def rollout_settings(args, tasks, process):

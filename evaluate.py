@@ -39,10 +39,11 @@ from pathlib import Path
 
 import numpy
 
-from colbench import DOMAINS, read_episodes, read_jsonl, read_tasks, write_atomically
+from colbench import DOMAINS, read_episodes, read_jsonl, write_atomically
 from collect import (
     add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, flag_parser,
-    given_up, join_processes, launch, refuse_ignored, reply_of, require_at_least, rollout_settings)
+    given_up, join_processes, launch, refuse_ignored, reply_of, require_at_least, rollout_settings,
+    rollout_tasks)
 from judge.browser import Browser
 from judge.pages import extract_html, graded_page, open_picture
 from speakers import load_speaker
@@ -385,7 +386,7 @@ def roll_out(args, process):
 
     Returns policy name -> its one run of episodes; they are on the leading process only.
     """
-    tasks = read_tasks(args.tasks, args.num_tasks)
+    tasks = rollout_tasks(args, process)
     jobs = all_jobs(tasks, args.samples_per_task)
     scorer = load_scorer(args, process.device)
     base = args.name or Path(args.agent_model or args.agent).name

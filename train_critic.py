@@ -312,9 +312,10 @@ def main(args):
               f" dropped and {report['too_long']} episodes left out for --max_length"
               f" {args.max_length}")
     if not items:
+        advice = length_advice(report, args.max_length)
+        advice = advice or "; collect more episodes per task, or try --pairs all"
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
-                         " episode, expected at least one; collect more episodes per task, or try"
-                         " --pairs all")
+                         f" episode, expected at least one{advice}")
     check_same_items(items + held_items, process)
     inputs = [*args.episodes, args.agent_prompt, *records(args.model)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
@@ -340,6 +341,7 @@ def main(args):
         saved = reader.sight.processor if reader.sight else reader.tokenizer
         save_checkpoint(output, model, saved, episodes[0].get("agent_prompt"), process)
         loop.discard_state()
+        loop.log.print_end(output)
         del model, loop, objective
 
     # 5. how the critic does on held-out tasks
@@ -648,6 +650,9 @@ def stop_with_batch(metrics, step, indices, output, process):
                      " lower --lr (with a new --output) or look at these items")
 
 
+HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pairs is far above
+
+
 class MetricsLog:
     """metrics.jsonl: one line a step. A resumed run drops the lines of the steps it repeats."""
 
@@ -668,9 +673,26 @@ class MetricsLog:
             return
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step} | metrics) + "\n")
-        shown = {name.split("/")[1]: f"{metrics[name]:.3f}"
-                 for name in ("train/loss", "train/accuracy") if name in metrics}
+        shown = {name.split("/")[1]: f"{metrics[name]:.3g}"
+                 for name in ("train/loss", "train/accuracy", "train/margin") if name in metrics}
         self.bar.set_postfix(shown, refresh=False)
+
+    def print_end(self, output):
+        """Where the checkpoint lies, and by the margin of the last steps whether it has moved.
+
+        Accuracy does not tell: a difference in the last digit is enough to rank all pairs right.
+        """
+        if not self.process.leads:
+            return
+        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+        margins = [row["train/margin"] for row in rows[-20:] if "train/margin" in row]
+        ending = f"{output}: the checkpoint, after {len(rows)} steps"
+        if margins:
+            margin = sum(margins) / len(margins)
+            ending += f"; margin {margin:.2g}"
+            if abs(margin) < HARDLY_MOVED:
+                ending += ": the model hardly moved; raise --lr, or train for more steps"
+        print(ending)
 
 
 # -----------------------------------------------------------------------------
@@ -1050,6 +1072,14 @@ def no_grad(model):
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
+
+
+def length_advice(report, max_length):
+    """What to do where nothing is left to train on, if that may be due to the length, or ""."""
+    too_long = report.get("too_long", 0) + report.get("pairs_too_long", 0)
+    if not too_long:
+        return ""
+    return f"; raise --max_length {max_length}, which left out {too_long} that are longer"
 
 
 def check_same_items(items, process):

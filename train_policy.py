@@ -43,11 +43,11 @@ from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
     COST_FLAGS, REFERENCE, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags,
-    candidate_rows,
-    check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete,
-    known, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
-    precompute_reference, reference_table, save_checkpoint, shard, shard_settings, succeeded,
-    turn_sums)
+    candidate_rows, check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs,
+    is_complete,
+    known, length_advice, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices,
+    pair_items, precompute_reference, reference_table, save_checkpoint, shard, shard_settings,
+    succeeded, turn_sums)
 
 # -----------------------------------------------------------------------------
 # The equation
@@ -211,7 +211,8 @@ def main(args):
     if not items:
         raise SystemExit(f"{' '.join(args.episodes)}: found nothing for --method {args.method} to"
                          " learn from; expected mixed outcomes (mtdpo), successes (rft) or states"
-                         " with candidates of different advantage (sweet)")
+                         " with candidates of different advantage (sweet)"
+                         f"{length_advice(report, args.max_length)}")
 
     check_same_items(items, process)
 
@@ -231,6 +232,7 @@ def main(args):
         loop.finish(step, loop.optimise(batch, objective))
     save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
     loop.discard_state()
+    loop.log.print_end(output)
 
 
 def method_items(args, reader, episodes, process):

@@ -75,6 +75,7 @@ BANNED += ("sudo", "transformers", "exit(", "quit(", "argparse")
 SOLUTION_FACTOR = 4  # a solution may take this many times as long as an answer
 REQUIRED = ("system calls", "files", "privileges", "limits")  # what --require_protection asks for
 SECOND_LINES = ("own user", "own network")  # not possible everywhere, and nothing depends on them
+TOLD = "COLBENCH_PROTECTIONS_TOLD"  # environment variable: the line on protections was printed
 
 
 @dataclass
@@ -155,11 +156,8 @@ class Judge:
             self.idle.put(worker)
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="judge")
 
-        inactive = [name for name, active in self.status.items() if not active]
-        missing = [name for name in inactive if name in REQUIRED]
-        if inactive:
-            names = ", ".join(inactive)
-            print(f"judge: protections not active on this machine: {names}", file=sys.stderr)
+        missing = [name for name in REQUIRED if not self.status[name]]
+        tell_once(self.status)
         if require_protection and missing:
             self.close()
             raise SystemExit(
@@ -269,6 +267,28 @@ class Judge:
             if ending == "timed out":
                 timeouts += 1
         return outcomes
+
+
+def tell_once(status: dict[str, bool]) -> None:
+    """Print which protections this machine lacks, and what that means.
+
+    Later judges stay silent, also those of processes that this one starts, and so do all but one
+    of the processes that torchrun starts on a machine.
+    """
+    inactive = [name for name, active in status.items() if not active]
+    if not inactive or TOLD in os.environ:
+        return
+    os.environ[TOLD] = "1"
+    if set(inactive) & set(REQUIRED):
+        meaning = (
+            "a harmful answer could use that, so grade only what models you trust write, or use"
+            " Linux 5.13 or newer"
+        )
+    else:
+        meaning = "a second line of defence; answers are closed in without it"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        names = ", ".join(inactive)
+        print(f"judge: not active on this machine: {names} ({meaning})", file=sys.stderr)
 
 
 def is_value(outcome: str) -> bool:

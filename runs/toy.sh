@@ -8,34 +8,42 @@ if [ -n "${SHORT:-}" ]; then
   TEST=20
 fi
 source runs/toy_flags.sh
+if [ -n "${SHORT:-}" ]; then
+  OUT=${OUT:-runs/out/short$SUFFIX}
+  echo "SHORT=1: a smoke run on few tasks. It shows that all stages work; its numbers mean nothing."
+fi
 OUT=${OUT:-runs/out/toy$SUFFIX}
+mkdir -p "$OUT/test"
+step() { printf '\n%s\n' "$1"; }
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
-# 1. episodes of the base policy with the scripted human, judged by the hidden tests
+step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with the scripted human"
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
+export COLBENCH_PROTECTIONS_TOLD=1 # the judge has said once what this machine cannot protect
 
-# 2. the critic, and the policy that it teaches, on one core
-sweet() {
-  critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" "${SAMPLING[@]}" "${GAP[@]}" \
-    --critic "$OUT/critic"
-  play sweet "$OUT/sweet" "$OUT/test/sweet"
-}
-
-# 3. what the paper compares it with, on the other
+# what the paper compares SWEET-RL with, on one core; what is said of each policy goes to a file
 baselines() {
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/rft" "${RFT[@]}"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/mtdpo" "${MTDPO[@]}"
-  play rft "$OUT/rft" "$OUT/test/rft"
-  play mtdpo "$OUT/mtdpo" "$OUT/test/mtdpo"
-  play base "$BASE" "$OUT/test/base"
-  play single_turn "$BASE" "$OUT/test/single_turn" --max_turns 1
+  play rft "$OUT/rft" "$OUT/test/rft" >"$OUT/test/rft.txt"
+  play mtdpo "$OUT/mtdpo" "$OUT/test/mtdpo" >"$OUT/test/mtdpo.txt"
+  play base "$BASE" "$OUT/test/base" >"$OUT/test/base.txt"
+  play single_turn "$BASE" "$OUT/test/single_turn" --max_turns 1 >"$OUT/test/single_turn.txt"
 }
-sweet &
-baselines
-wait $!
+step "2. Critic; the baselines train on the other core meanwhile (progress in $OUT/baselines.log)"
+baselines >"$OUT/baselines.log" 2>&1 &
+critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}"
 
-# 4. the table and the report
+step "3. Policy: SWEET-RL on candidates that the critic ranks"
+policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" "${SAMPLING[@]}" "${GAP[@]}" \
+  --critic "$OUT/critic"
+
+step "4. Test: $TEST tasks that training has not seen"
+play sweet "$OUT/sweet" "$OUT/test/sweet"
+wait $! || { cat "$OUT/baselines.log" >&2; exit 1; }
+cat "$OUT"/test/{mtdpo,rft,base,single_turn}.txt
+
+step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
 python evaluate.py --episodes "$OUT/test/sweet/sweet.jsonl" \
   --against "$OUT"/test/{mtdpo/mtdpo,rft/rft,base/base,single_turn/single_turn}.jsonl \
   --critic "$OUT/critic" --metrics "$OUT"/{critic,sweet,mtdpo,rft}/metrics.jsonl \

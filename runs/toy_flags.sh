@@ -48,7 +48,8 @@ critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
 policy() { # EPISODES MODEL OUTPUT FLAGS...
   python train_policy.py --episodes "$1" --model "$2" --output "$3" --seed "$SEED" "${@:4}"
 }
-play() { # NAME AGENT OUTPUT FLAGS...
+play() { # NAME AGENT OUTPUT FLAGS...: prints what evaluate.py says before its tables
   python evaluate.py --tasks "toy:$DOMAIN:test" --num_tasks "$TEST" --name "$1" --agent "$2" \
-    --output "$3" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED" "${@:4}" | tail -1
+    --output "$3" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED" "${@:4}" |
+    sed '/^$/,$d'
 }

@@ -10,6 +10,7 @@ from colbench import (
     DOMAINS,
     Referee,
     agent_messages,
+    agent_prompt_of,
     complete_task,
     critic_messages,
     encode_dialogue,
@@ -18,9 +19,10 @@ from colbench import (
     leak_share,
     read_episodes,
     read_tasks,
+    reasons_of,
     split_message,
 )
-from judge.sandbox import Grade
+from judge.sandbox import Grade, grade
 from speakers.interface import Utterance
 
 TASK = {
@@ -153,6 +155,41 @@ def test_the_answer_is_what_follows_the_marker_or_the_whole_last_message():
     assert answer == "x I WANT TO ANSWER: y"
     assert split_message(backend, "a OUTPUT: b", False)[0] == "a OUTPUT: b"
     assert split_message(frontend, "thought OUTPUT: <html>", False) == ("<html>", None)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_own(domain):
+    task = {"domain": domain}
+    assert "10 " in agent_prompt_of(task, None)
+    assert "3 " in agent_prompt_of(task, None, max_turns=3)
+    once = agent_prompt_of(task, None, max_turns=1)
+    assert "send one message" in once and "I WANT TO ANSWER:" in once
+    for prompt in (once, agent_prompt_of(task, None)):
+        assert "{" not in prompt
+    for given in ("", "You may send {max_turns} messages."):
+        assert agent_prompt_of(task, given, max_turns=1) == given
+
+
+@pytest.mark.parametrize("message, reason", [
+    ("What about the joiner?", "no answer"),
+    ("", "no answer"),
+    ("I WANT TO ANSWER: What about the joiner?", "raised SyntaxError"),
+    ("I WANT TO ANSWER:", "no code"),
+    ("def f(n): return n", "wrong"),
+    ("def f(n): return 2 * n", "passed"),
+    ("joiner", "raised NameError"),
+])
+def test_a_last_message_without_marker_that_is_no_code_is_no_answer(message, reason):
+    task = {"ground_truth": "def f(n): return 2 * n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
+    _, answer = split_message({"domain": "backend"}, message, last_turn=True)
+    assert reasons_of(grade(task, answer), message) == {"a": reason, "b": reason}
+
+
+def test_no_answer_leaves_the_tests_that_the_solution_fails_as_they_are():
+    graded = Grade(0.0, False, {"a": "raised SyntaxError", "b": "solution failed"})
+    assert reasons_of(graded, "What?") == {"a": "no answer", "b": "solution failed"}
+    some = Grade(0.0, False, {"a": "raised SyntaxError", "b": "wrong"})
+    assert reasons_of(some, "f = eval") == some.reasons
 
 
 def test_the_leak_meter_measures_the_longest_repeated_run():

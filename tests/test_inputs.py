@@ -295,6 +295,26 @@ def test_a_flag_that_would_do_nothing_is_refused(script, flags):
         script.parse_args([*flags.split(), *rest, "--output", "o"])
 
 
+@pytest.mark.parametrize("script, flag, meant", [
+    (collect, "--num_taks", "--num_tasks"),
+    (collect, "--samples-per-task=3", "--samples_per_task"),
+    (collect, "--outptu", "--output"),
+    (train_critic, "--normalize", "--normalise"),
+    (train_policy, "--critics", "--critic"),
+    (evaluate, "--reprot", "--report"),
+])
+def test_a_mistyped_flag_is_told_the_one_it_is_closest_to(script, flag, meant):
+    with pytest.raises(SystemExit, match=f"found {flag.split('=')[0]}, expected .*mean {meant}[?]"):
+        script.parse_args([flag, "3"])
+
+
+def test_a_flag_like_no_other_gets_no_guess_and_an_abbreviation_is_fine(tmp_path):
+    with pytest.raises(SystemExit, match=r"found --zzz, expected a flag of .*--help[)]$"):
+        collect.parse_args(["--zzz"])
+    args = collect.parse_args([*SCRIPTS[collect].format(tmp_path).split(), "--num_t", "7"])
+    assert args.num_tasks == 7
+
+
 def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     missing = tmp_path / "none.jsonl"

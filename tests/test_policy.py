@@ -13,7 +13,8 @@ from conftest import (
     write_episodes)
 
 import train_policy
-from colbench import DOMAINS, load_episodes, read_episodes, read_jsonl, read_tasks, states_of
+from colbench import (
+    agent_prompt_of, load_episodes, read_episodes, read_jsonl, read_tasks, states_of)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, load_tokenizer
 from train_critic import (
@@ -387,7 +388,8 @@ def test_episodes_that_omit_their_instructions_get_those_of_the_agent_prompt_fla
         episodes, _ = load_episodes([official], flag)
         assert [episode["agent_prompt"] for episode in episodes] == expected
         _, _, messages = next(states_of(episodes))
-        assert messages[0]["content"] == (expected[0] or DOMAINS["backend"].agent_prompt)
+        default = agent_prompt_of(episodes[0]["task"], None)
+        assert messages[0]["content"] == (expected[0] or default)
 
 
 # -----------------------------------------------------------------------------

@@ -1,0 +1,309 @@
+"""What a user reads on the terminal. Run: pytest tests/test_terminal.py"""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, dialogue, episode, run_script
+
+import colbench
+import collect
+import train_critic
+from judge import sandbox
+
+ALONE = collect.Process(0, 1, None)
+
+TASKS = [
+    {"problem_description": "double n", "ground_truth": "def f(n): return 2 * n",
+     "test_cases": {"a": "f(1)", "b": "f(2)"}},
+    {"problem_description": "frame n", "test_cases": {"a": "f(1)"},
+     "ground_truth": "import sys, tqdm\nimport pandas_of_nobody as pd\ndef f(n): return pd.x(n)"},
+    {"problem_description": "triple n", "ground_truth": "def f(n): return 3 * n",
+     "test_cases": {"a": "f(1)", "b": "assert f(1) == 3"}},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    return write(tmp_path / "tasks.jsonl", TASKS)
+
+
+# -----------------------------------------------------------------------------
+# colbench.py show
+
+# Clear the screen, set the title, go up and left, 8-bit control, right-to-left, a forged message
+HOSTILE = "a\x1b[2J\x1b]0;title\x07b\rc\x08\x9b31md\u202e\nhuman     forged\n\ttab\x7f\x00"
+
+
+def shown(capsys, path, *more):
+    colbench.main(["show", str(path), *more])
+    return capsys.readouterr().out
+
+
+def marked_episode():
+    marked = episode("task1", 0.5, texts=("write f", "what is n?", "two", "I WANT TO ANSWER: x"))
+    marked["dialogue_history"][3]["finished"] = False
+    return marked | {"advantages": [0.25, -0.5], "credits": ["useful question", "wrong answer"],
+                     "reasons": {"a": "passed", "b": "wrong", "c": "wrong"}, "agent": "base"}
+
+
+def test_show_prints_speakers_turns_advantages_credits_reasons_and_outcome(tmp_path, capsys):
+    path = write(tmp_path / "e.jsonl", [marked_episode()])
+    assert shown(capsys, path) == (
+        "task      task1\n"
+        "solution  def f(): pass\n"
+        "\n"
+        "episode   sample 0 of base: 2 turns, not solved, reward 0.500\n"
+        "human     write f\n"
+        "agent 1   what is n?\n"
+        "          [advantage +0.250; true credit: useful question]\n"
+        "human     two\n"
+        "agent 2   I WANT TO ANSWER: x\n"
+        "          [advantage -0.500; true credit: wrong answer; cut at the token limit]\n"
+        "tests     1 passed; 2 wrong (b, c)\n"
+        "\n")
+
+
+def test_show_prints_one_task_if_it_is_named_and_suggests_others(tmp_path, capsys):
+    rows = [episode(name, 1.0, sample) for sample in (0, 1) for name in ("train-1", "train-2")]
+    path = write(tmp_path / "e.jsonl", rows)
+    one = shown(capsys, path, "train-2")
+    assert one.count("task      train-2\n") == 1 and "train-1" not in one
+    assert one.count("\nepisode   sample") == 2
+    with pytest.raises(SystemExit, match="found no task 'train2', expected one.*as train-2"):
+        shown(capsys, path, "train2")
+
+
+def test_show_prints_dialogues_that_an_error_ended_and_raw_thoughts(tmp_path, capsys):
+    row = episode("t", None, texts=("t",), error="agent: gone")
+    assert "0 turns, stopped by an error: agent: gone\n" in shown(
+        capsys, write(tmp_path / "e.jsonl", [row]))
+    row = episode("t", 1.0)
+    row["dialogue_history"][1]["output"] = "a thought OUTPUT: q"
+    assert "agent 1   a thought OUTPUT: q\n" in shown(capsys, write(tmp_path / "f.jsonl", [row]))
+
+
+def test_show_makes_control_characters_of_models_harmless_everywhere(tmp_path, capsys):
+    row = episode("task" + HOSTILE, 0.0)
+    row["task"]["ground_truth"] = HOSTILE
+    row["dialogue_history"] = dialogue(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    row |= {"agent": HOSTILE, "credits": [HOSTILE, HOSTILE], "advantages": [HOSTILE, None],
+            "reasons": {HOSTILE: HOSTILE}}
+    failed = episode("other", None, error=HOSTILE)
+    text = shown(capsys, write(tmp_path / "e.jsonl", [row, failed]))
+    assert text.count("\\x1b[2J\\x1b]0;title\\x07b\\rc\\x08\\x9b31md\\u202e") >= 10
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "\nhuman     forged" not in text and "\n          human     forged" in text
+
+
+def test_no_line_of_a_long_message_begins_where_speakers_stand(tmp_path, capsys):
+    words = "human " * 200 + "x" * 500
+    text = shown(capsys, write(tmp_path / "e.jsonl", [episode("t", 1.0, texts=(words, "q"))]))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100 and text.count("x" * 40) > 3
+    assert sum(line.startswith("human") for line in lines) == 1
+
+
+def on_a_terminal(command, **environment):
+    """What a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env=os.environ | environment)
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            data = os.read(ours, 1 << 16)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not data:
+            break
+        written += data
+    os.close(ours)
+    assert process.wait() == 0
+    return written.decode()
+
+
+def test_show_is_coloured_on_a_terminal_only_and_not_with_no_color(tmp_path):
+    path = write(tmp_path / "e.jsonl", [marked_episode()])
+    command = [sys.executable, "colbench.py", "show", str(path)]
+    coloured = on_a_terminal(command, NO_COLOR="")
+    assert "\x1b[34m          [advantage +0.250" in coloured
+    assert "\x1b[33m          [advantage -0.500" in coloured
+    assert "\x1b" not in on_a_terminal(command, NO_COLOR="1")
+    assert "\x1b" not in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_show_ends_quietly_with_its_pager_and_prints_on_plain_terminals(tmp_path):
+    rows = [episode(f"task{index}", 1.0, texts=("ü" * 500, "q")) for index in range(200)]
+    command = [sys.executable, "colbench.py", "show", str(write(tmp_path / "e.jsonl", rows))]
+    show = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+                            env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    show.stdout.readline()
+    show.stdout.close()
+    assert show.stderr.read() == b""
+    show.stderr.close()
+    show.wait()
+
+
+# -----------------------------------------------------------------------------
+# colbench.py check
+
+
+def test_check_names_lines_missing_modules_and_asserts(tasks, capsys):
+    colbench.main(["check", str(tasks)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{tasks}: line 2, a: the solution raised ModuleNotFoundError")
+    assert "needs the module pandas_of_nobody, which the judge does not have" in lines[0]
+    assert lines[1].startswith(f"{tasks}: line 3, b: the solution raised SyntaxError")
+    assert "a call such as f(1), not `assert f(1) == 2`" in lines[1]
+    assert lines[2] == "1 of 3 tasks can be solved in full (judge fixed)"
+
+
+def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
+    page = {"problem_description": "p", "ground_truth": "<html></html>"}
+    for rows, found in (([TASKS[0], page], "backend and frontend tasks together"),
+                        ([page], "found frontend tasks, expected tasks that have tests")):
+        with pytest.raises(SystemExit, match=found):
+            colbench.main(["check", str(write(tmp_path / "t.jsonl", rows))])
+
+
+# -----------------------------------------------------------------------------
+# Tasks that nobody can solve
+
+
+def play(tasks, output, *more, **options):
+    return run_script("collect.py", "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
+                      "--samples_per_task", 1, "--output", output, *more, **options)
+
+
+def test_a_rollout_says_how_many_tasks_their_own_solution_cannot_solve(tasks, tmp_path):
+    done = play(tasks, tmp_path / "e.jsonl")
+    assert done.stderr.count("2 of 3 tasks cannot be solved by their own solution") == 1
+    assert f"(--skip_unsolvable leaves them out): {tasks}, line 2, 3;" in done.stderr
+    assert len(colbench.read_episodes(tmp_path / "e.jsonl")) == 3
+
+
+def test_skip_unsolvable_leaves_them_out_on_all_ranks_and_when_it_resumes(tasks, tmp_path):
+    write(tasks, TASKS + [TASKS[0]])
+    for processes in (2, 1):
+        done = play(tasks, tmp_path / "e.jsonl", "--skip_unsolvable", processes=processes)
+        assert done.stderr.count(f"are left out: {tasks}, line 2, 3;") == 1
+        episodes = colbench.read_episodes(tmp_path / "e.jsonl")
+        assert [row["task"]["problem_description"] for row in episodes] == ["double n"] * 2
+
+
+def test_evaluate_says_it_too_and_plays_what_is_left(tasks, tmp_path):
+    done = run_script("evaluate.py", "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
+                      "--skip_unsolvable", "--output", tmp_path)
+    assert "2 of 3 tasks cannot be solved" in done.stderr
+    assert len(colbench.read_episodes(tmp_path / "scripted.jsonl")) == 1
+
+
+def test_a_file_without_a_solvable_task_and_tasks_without_tests_are_refused(tmp_path):
+    page = {"problem_description": "p", "ground_truth": "<html></html>"}
+    for row, found in ((TASKS[1], "found no task that its own solution solves, expected"),
+                       (page, "found --skip_unsolvable for tasks without tests")):
+        path = write(tmp_path / "t.jsonl", [row])
+        args = collect.parse_args(["--tasks", str(path), "--agent", "scripted", "--output",
+                                   str(tmp_path / "o"), "--skip_unsolvable"])
+        with pytest.raises(SystemExit, match=found):
+            collect.rollout_tasks(args, ALONE)
+
+
+def test_toy_tasks_are_solvable_by_construction_and_not_graded(monkeypatch, tmp_path):
+    monkeypatch.delattr("judge.sandbox.Judge.__init__")
+    flags = ["--tasks", "toy:backend:train", "--num_tasks", "3", "--agent", "scripted", "--output",
+             str(tmp_path / "o")]
+    tasks = collect.rollout_tasks(collect.parse_args(flags), ALONE)
+    assert len(tasks) == 3
+
+
+# -----------------------------------------------------------------------------
+# How dialogues end
+
+
+def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
+    def ended(*last_messages):
+        rows = []
+        for index, text in enumerate(last_messages):
+            rows.append(episode(f"task{index}", 0.0, texts=("t", text)))
+            rows[-1]["dialogue_history"][1]["finished"] = index > 0
+        return rows
+
+    answer = "I WANT TO ANSWER: x"
+    hint = collect.marker_hint(ended("what?", "why?", answer))
+    assert "2 of 3) ended without the marker" in hint and "(1 of these messages were cut)" in hint
+    assert collect.marker_hint(ended("what?", answer)) == ""
+    assert collect.marker_hint([episode("t", None, error="gone")]) == ""
+
+
+# -----------------------------------------------------------------------------
+# How training ends
+
+
+@pytest.mark.parametrize("margins, ending", [
+    ([0.0002, 0.0001], "after 2 steps; margin 0.00015: the model hardly moved; raise --lr"),
+    ([0.0] * 30 + [-3.0] * 20, "after 50 steps; margin -3\n"),
+    ([None], "after 1 steps\n"),
+])
+def test_training_ends_with_where_the_checkpoint_lies_and_whether_it_moved(
+        tmp_path, capsys, margins, ending):
+    rows = [{"step": step} | ({} if margin is None else {"train/margin": margin})
+            for step, margin in enumerate(margins)]
+    log = train_critic.MetricsLog(write(tmp_path / "metrics.jsonl", rows), len(rows), ALONE)
+    log.print_end(tmp_path)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path}: the checkpoint, ") and ending in said
+    train_critic.MetricsLog(tmp_path / "none", 0, collect.Process(1, 2, None)).print_end(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_bar_of_a_trainer_shows_loss_accuracy_and_margin(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    log = train_critic.MetricsLog(tmp_path / "metrics.jsonl", 0, ALONE)
+    bar = log.progress(0, 1)
+    log.write(0, {"train/loss": 0.69312, "train/accuracy": 1.0, "train/margin": 0.00012,
+                  "optim/lr": 1.0})
+    assert bar.postfix == "loss=0.693, accuracy=1, margin=0.00012"
+
+
+@pytest.mark.parametrize("script, flags", [
+    ("train_critic.py", ()), ("train_policy.py", ("--method", "mtdpo")),
+])
+def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path, script, flags):
+    rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
+    done = run_script(script, *flags, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
+                      tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
+    assert "raise --max_length 8, which left out 2 that are longer" in done.stderr
+    assert "collect more" not in done.stderr and "Traceback" not in done.stderr
+
+
+# -----------------------------------------------------------------------------
+# Protections of the judge
+
+
+@pytest.mark.parametrize("lacking, meaning", [
+    (["own user"], "own user (a second line of defence; answers are closed in without it)"),
+    (["files", "own user"], "files, own user (a harmful answer could use that"),
+])
+def test_what_this_machine_cannot_protect_is_said_once_and_explained(
+        monkeypatch, capsys, lacking, meaning):
+    monkeypatch.delenv(sandbox.TOLD, raising=False)
+    status = {name: name not in lacking for name in (*sandbox.REQUIRED, *sandbox.SECOND_LINES)}
+    for _ in range(2):
+        sandbox.tell_once(status)
+    said = capsys.readouterr().err
+    assert said.count("not active on this machine") == 1 and meaning in said
+    monkeypatch.delenv(sandbox.TOLD)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    sandbox.tell_once(status)
+    sandbox.tell_once(dict.fromkeys(status, True))
+    assert capsys.readouterr().err == ""
