@@ -577,6 +577,8 @@ def verdict(results):
     else:
         first, second = leads[0]["policy"], leads[0]["against"]
         points = in_words(leads[0]["difference"], "points")
+        if leads[0]["tasks"] < results["tasks"]:
+            points += f" on the {leads[0]['tasks']} tasks that both finished"
         if leads[0]["settled"]:
             sentences = [f"{first} wins: {achieved(first)} {of_what}, {points} more than {second},"
                          " the next best."]
@@ -1076,7 +1078,7 @@ def critic_charts(episodes, training):
         charts.append(chart(
             "critic", "lines", "Advantage against true credit",
             lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
-            x={"title": "critic's advantage, mean of each tenth of the turns"},
+            x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
             y=PERCENT | {"title": "% that truly help"}))
     return charts
 
