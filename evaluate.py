@@ -558,42 +558,50 @@ def in_words(number, unit):
 
 def verdict(results):
     """Sentences on who won: the best policy against the next best, then against the others."""
-    metric, policies = main_metric(results), results["policies"]
-
-    def achieved(name):
-        number = policies[name]["numbers"][metric]
-        if metric == "success":
-            return f"{name} solves {in_words(number, '%')}"
-        return f"{name} reaches {' '.join(with_interval(number, factor))}"
-
+    metric, leads = main_metric(results), results["leads"]
     text, factor = heading(metric, results)
+    achieved = {}
+    for name, policy in results["policies"].items():
+        number = policy["numbers"][metric]
+        if number and metric == "success":
+            achieved[name] = f"solves {in_words(number, '%')}"
+        elif number:
+            achieved[name] = f"reaches {' '.join(with_interval(number, factor))}"
     of_what = "of the tasks" if metric == "success" else f"({text})"
-    played = [name for name, policy in policies.items() if policy["numbers"][metric]]
-    if not played:
+    if not achieved:
         return ["No policy has an episode without an error, so there is nothing to compare."]
-    leads = results["leads"]
-    if not leads:
-        sentences = [f"{achieved(name)} {of_what}." for name in played]
-    else:
+    if leads:
         first, second = leads[0]["policy"], leads[0]["against"]
         points = in_words(leads[0]["difference"], "points")
         if leads[0]["tasks"] < results["tasks"]:
             points += f" on the {leads[0]['tasks']} tasks that both finished"
         if leads[0]["settled"]:
-            sentences = [f"{first} wins: {achieved(first)} {of_what}, {points} more than {second},"
-                         " the next best."]
+            sentences = [f"{first} wins: {first} {achieved[first]} {of_what}, {points} more than"
+                         f" {second}, the next best."]
         else:
-            sentences = [f"The winner is not settled: {achieved(first)} {of_what},"
-                         f" {achieved(second)}; the difference is {points}, sign test"
-                         f" p = {leads[0]['sign_test_p']:.2g}."]
-        others = []
-        for pair in leads[1:]:
-            doubt = "" if pair["settled"] else ", which is not settled"
-            others.append(f"{pair['against']} by {in_words(pair['difference'], 'points')}{doubt}")
-        if others:
-            sentences.append(f"{first} leads {'; '.join(others)}.")
-    for name in played:
-        silent = policies[name]["numbers"]["no_answer"]
+            sentences = [f"The winner is not settled: {first} {achieved[first]} {of_what},"
+                         f" {second} {achieved[second]}; the difference is {points},"
+                         f" {p_value(leads[0])}."]
+    else:
+        sentences = [f"{name} {words} {of_what}." for name, words in achieved.items()]
+    others = []
+    for pair in leads[1:]:
+        doubt = "" if pair["settled"] else f", which is not settled ({p_value(pair)})"
+        others.append(f"{pair['against']} by {in_words(pair['difference'], 'points')}{doubt}")
+    if others:
+        sentences.append(f"{first} leads {'; '.join(others)}.")
+    return sentences + silent_policies(results)
+
+
+def p_value(pair):
+    return f"sign test p = {pair['sign_test_p']:.2g}"
+
+
+def silent_policies(results):
+    """A sentence for each policy that mostly sends questions where answers are graded."""
+    sentences = []
+    for name, policy in results["policies"].items():
+        silent = policy["numbers"]["no_answer"]
         if silent and silent["value"] > 0.5:
             sentences.append(f"{100 * silent['value']:.0f} % of the episodes of {name} end without"
                              " an answer: its success says little about the code that it writes.")
@@ -743,6 +751,11 @@ class Training(typing.NamedTuple):
     flags: dict
     rows: list
 
+    @property
+    def last(self):
+        """The last value of each metric."""
+        return {key: value for row in self.rows for key, value in row.items()}
+
 
 def overview(summary, policies, sources, training):
     """All that the page shows above its dialogues."""
@@ -805,8 +818,9 @@ def training_method(flags):
     if "method" in flags:
         return f"{METHODS[flags['method']]}, from {flags['model']}"
     if "head" in flags:
-        sight = "" if flags["privileged"] == "none" else ", which sees the solution"
-        return f"critic{sight}, from {flags['model']}"
+        head = {"logratio": "log-ratio critic", "value": "critic with a value head"}[flags["head"]]
+        sight = "" if flags["privileged"] == "none" else " that sees the solution"
+        return f"{head}{sight}, from {flags['model']}"
     return ""
 
 
@@ -814,7 +828,7 @@ def training_sentences(training):
     """How far each run is, for a report without episodes."""
     sentences = []
     for run in training:
-        last = {key: value for row in run.rows for key, value in row.items()}
+        last = run.last
         numbers = [f"{key.split('/')[1]} {last[key]:.3g}"
                    for key in ("train/loss", "train/accuracy", "train/margin") if key in last]
         steps = f"step {last['step']}" if "step" in last else "no step yet"
@@ -829,7 +843,7 @@ def episode_files(args, policies):
         files[name].append(path)
     for name in policies:
         if not files[name]:
-            files[name].append(rollout_path(args, name))
+            files[name].append(str(rollout_path(args, name)))
     return files
 
 
@@ -862,7 +876,7 @@ def policy_facts(name, episodes, files, starts):
         "Model": agent, "Tasks": flags.get("tasks"), "Human": human, "Judge": flags.get("judge"),
         "Last played": finished, "Commit": run.get("commit"),
         "Versions": ", ".join(f"{key} {value}" for key, value in run.get("versions", {}).items()),
-        "Files": ", ".join(files), "Played by": command_of("evaluate.py", flags),
+        "Files": ", ".join(files), "Played by": command_of(run.get("script", ""), flags),
         "Trained by": command_of("train_policy.py", trained),
     }
     return {"name": name, "what": "; ".join(what),
@@ -902,7 +916,7 @@ def result_charts(results, episodes):
     if bars:
         charts.append(chart("results", "bars", f"{text}, with 95 % intervals", rows=bars))
     charts += turn_charts(episodes)
-    charts.append(stack("How episodes end", "% of episodes", ENDINGS,
+    charts.append(stack("How episodes end, %", "episodes", ENDINGS,
                         {name: [ending(episode) for episode in found]
                          for name, found in episodes.items()}))
     sound = {name: [episode for episode in found if not episode["error"]]
@@ -943,7 +957,7 @@ def turn_charts(episodes):
     kinds = {name: [kind for episode in found for kind in episode.get("credits", [])]
              for name, found in episodes.items()}
     if any(kinds.values()):
-        return [stack("What the turns are", "% of turns", TURNS, kinds)]
+        return [stack("What the turns are, %", "turns", TURNS, kinds)]
     lines = []
     for name, found in episodes.items():
         by_turn = defaultdict(list)
@@ -977,9 +991,6 @@ def rounded(values):
     return [float(f"{value:.5g}") for value in values]
 
 
-PERCENT = {"title": "%", "least": 0, "most": 100}
-
-
 def requirement_chart(episodes):
     """Success by the number of details that a task of the embedded world needs."""
     lines = []
@@ -999,7 +1010,7 @@ def requirement_chart(episodes):
         return []
     x = {"title": "details that the task needs", "whole": True}
     return [chart("results", "lines", "Success by number of requirements", lines=lines, x=x,
-                  y=PERCENT | {"title": "% of tasks solved"})]
+                  y={"title": "% of tasks solved", "least": 0})]
 
 
 def turn_limit_chart(episodes, metric):
@@ -1016,7 +1027,7 @@ def turn_limit_chart(episodes, metric):
     if last < 2:
         return []
     return [chart("results", "lines", title, lines=lines, x={"title": "turns", "whole": True},
-                  y=PERCENT | {"title": "% of episodes"})]
+                  y={"title": "% of episodes", "least": 0})]
 
 
 def best_of_n_chart(policies, numbers, text):
@@ -1049,8 +1060,7 @@ def critic_charts(episodes, training):
     """How often a critic is right on held-out tasks, and on which turns it puts its advantage."""
     charts = []
     for run in training:
-        last = {key: value for row in run.rows for key, value in row.items()}
-        rows = []
+        last, rows = run.last, []
         if "holdout/accuracy" in last:
             share, count = last["holdout/accuracy"], last["holdout/pairs"]
             low, high = wilson(share, count)
@@ -1079,7 +1089,7 @@ def critic_charts(episodes, training):
             "critic", "lines", "Advantage against true credit",
             lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
             x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
-            y=PERCENT | {"title": "% that truly help"}))
+            y={"title": "% that truly help", "least": 0}))
     return charts
 
 

@@ -240,6 +240,16 @@ def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
         assert part in facts
 
 
+def test_a_policy_that_is_played_here_names_its_command_and_file(browser, tmp_path):
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted"]
+    output = ["--output", str(tmp_path), "--report", str(tmp_path / "report.html")]
+    evaluate.main(evaluate.parse_args([*flags, *output, "--draws", "200"]))
+    browser.open((tmp_path / "report.html").as_uri())
+    facts = browser.run("document.querySelector('#run dl').textContent")
+    assert f"{tmp_path}/scripted.jsonl" in facts and "--num_tasks 2" in facts
+    assert "Commit" in facts and browser.text("#count").startswith("2 of 2 dialogues")
+
+
 def test_charts_and_pairs_stand_before_any_table(browser, report):
     browser.open(report.as_uri())
     order = browser.each("section[id]", "e.id")
@@ -252,8 +262,8 @@ def test_charts_and_pairs_stand_before_any_table(browser, report):
 def test_turns_and_endings_are_stacked_by_their_share(browser, report):
     browser.open(report.as_uri())
     titles = browser.each("#results figcaption", "e.innerText")
-    assert titles == ["Success %, with 95 % intervals", "What the turns are", "How episodes end",
-                      "Solved within so many turns"]
+    assert titles == ["Success %, with 95 % intervals", "What the turns are, %",
+                      "How episodes end, %", "Solved within so many turns"]
     turns, endings = "#results figure:nth-of-type(2)", "#results figure:nth-of-type(3)"
     assert browser.each(f"{turns} .legend span", "e.innerText") == ["useful question",
                                                                     "wrong answer"]
@@ -508,7 +518,7 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert browser.text("#sentences p").startswith("ours reaches 25.0 [")
     titles = browser.each("#results figcaption", "e.innerText")
-    assert titles == ["Similarity × 100, with 95 % intervals", "How episodes end",
+    assert titles == ["Similarity × 100, with 95 % intervals", "How episodes end, %",
                       "Ended within so many turns"]
     bar = browser.each("#results figure:nth-of-type(1) text", "e.textContent")
     assert bar[0] == "ours" and bar[1].startswith("25.0 [")
