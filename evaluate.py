@@ -867,9 +867,9 @@ def policy_facts(name, episodes, files, starts):
     if flags.get("max_turns", MAX_TURNS) != MAX_TURNS:
         what.append("in one turn" if flags["max_turns"] == 1
                     else f"at most {flags['max_turns']} turns")
-    if first.get("best_of_n"):
-        what.append(f"each turn the best of {first['best_of_n']} candidates"
-                    f" ({first.get('scorer') or 'no scorer'})")
+    if (first.get("best_of_n") or 1) > 1:
+        what.append(f"each turn the best of {first['best_of_n']} candidates, chosen by"
+                    f" {first.get('scorer')}")
     human = " ".join(str(part) for part in (first.get("human"), flags.get("human_model")) if part)
     finished = time.strftime("%Y-%m-%d", time.gmtime(Path(files[0]).stat().st_mtime))
     facts = {
@@ -954,7 +954,7 @@ def ending(episode):
 
 def turn_charts(episodes):
     """What the turns are; where that is not known, the critic's advantage by turn."""
-    kinds = {name: [kind for episode in found for kind in episode.get("credits", [])]
+    kinds = {name: [kind for episode in found for kind in episode.get("credits") or []]
              for name, found in episodes.items()}
     if any(kinds.values()):
         return [stack("What the turns are, %", "turns", TURNS, kinds)]
@@ -1057,21 +1057,29 @@ AUC_ROWS = {
 
 
 def critic_charts(episodes, training):
-    """How often a critic is right on held-out tasks, and on which turns it puts its advantage."""
-    charts = []
-    for run in training:
-        last, rows = run.last, []
-        if "holdout/accuracy" in last:
-            share, count = last["holdout/accuracy"], last["holdout/pairs"]
-            low, high = wilson(share, count)
-            rows.append({"name": f"held-out pairs of dialogues ({count})", "value": 100 * share,
-                         "low": 100 * low, "high": 100 * high})
-        for kind, name in AUC_ROWS.items():
-            if f"credit_auc/{kind}" in last:
-                rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
-        if rows:
-            charts.append(chart("critic", "bars", f"{run.name}: the better one ranked higher, %",
-                                rows=rows, guide=50, most=100, run=run.name))
+    charts = [critic_chart(run) for run in training] + [calibration_chart(episodes)]
+    return [found for found in charts if found]
+
+
+def critic_chart(run):
+    """How often a critic is right on held-out tasks; None of a run that trained no critic."""
+    last, rows = run.last, []
+    if "holdout/accuracy" in last:
+        share, count = last["holdout/accuracy"], last["holdout/pairs"]
+        low, high = wilson(share, count)
+        rows.append({"name": f"held-out pairs of dialogues ({count})", "value": 100 * share,
+                     "low": 100 * low, "high": 100 * high})
+    for kind, name in AUC_ROWS.items():
+        if f"credit_auc/{kind}" in last:
+            rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
+    if not rows:
+        return None
+    return chart("critic", "bars", f"{run.name}: the better one ranked higher, %", rows=rows,
+                 guide=50, most=100, run=run.name)
+
+
+def calibration_chart(episodes):
+    """How many of the turns with an advantage of so much truly help; None where that is unknown."""
     scored = []  # (advantage, whether the turn truly helps)
     for found in episodes.values():
         for episode in found:
@@ -1081,19 +1089,17 @@ def critic_charts(episodes, training):
                            for advantage, kind in zip(advantages, kinds, strict=True)
                            if advantage is not None]
     bins = min(10, len(scored) // 20)
-    if bins >= 2:
-        scored.sort()
-        groups = numpy.array_split(numpy.array(scored, float), bins)
-        points = [share_point(group[:, 0].mean(), group[:, 1]) for group in groups]
-        charts.append(chart(
-            "critic", "lines", "Advantage against true credit",
-            lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
-            x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
-            y={"title": "% that truly help", "least": 0}))
-    return charts
+    if bins < 2:
+        return None
+    groups = numpy.array_split(numpy.array(sorted(scored), float), bins)
+    points = [share_point(group[:, 0].mean(), group[:, 1]) for group in groups]
+    return chart("critic", "lines", "Advantage against true credit",
+                 lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
+                 x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
+                 y={"title": "% that truly help", "least": 0})
 
 
-CURVES = {  # metric -> title, unit, factor; the first three are drawn, the others fold out
+CURVES = {  # metric -> title, unit, factor
     "train/loss": ("Loss", "nats", 1),
     "train/accuracy": ("Training pairs ranked right", "%", 100),
     "train/margin": ("Margin of chosen over rejected", "nats", 1),
@@ -1102,7 +1108,7 @@ CURVES = {  # metric -> title, unit, factor; the first three are drawn, the othe
     "holdout/accuracy": ("Held-out pairs ranked right", "%", 100),
     "holdout/loss": ("Held-out loss", "nats", 1),
 }
-DRAWN_CURVES = ("train/loss", "train/accuracy", "train/margin")
+DRAWN_CURVES = ("train/loss", "train/accuracy", "train/margin")  # the others fold out
 
 
 def training_charts(run):
@@ -1311,7 +1317,7 @@ def packed_episodes(policies, leak_threshold, room):
             return packed.decode()
         largest = "pictures" if data["pictures"] else "tasks"
         kept = int(len(data[largest]) * 0.95 * room / len(packed))
-        data[largest] = data[largest][:kept]
+        data[largest] = data[largest][:max(0, kept)]
 
 
 def filled_page(data, episodes):
