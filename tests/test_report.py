@@ -331,6 +331,9 @@ def test_critic_is_measured_on_held_out_pairs_by_kind_and_against_true_credit(br
                           "[...e.cells].map(cell => cell.textContent.trim())")
     assert values == [["held-out pairs of dialogues (50)", "90.0 [78.6, 95.7]"],
                       ["AUC, any two candidates", "95.0"], ["AUC, two questions", "75.0"]]
+    colours = browser.each("#critic .line, #results figure:first-of-type rect",
+                           "getComputedStyle(e)[e.tagName === 'rect' ? 'fill' : 'stroke']")
+    assert len(set(colours)) == 2  # all policies together have a colour of their own
     helpful = browser.each("#critic figure:last-of-type tbody tr",
                            "Number.parseFloat(e.cells[2].textContent)")
     assert helpful[0] == 0 < helpful[-1]  # repeated questions against right answers
