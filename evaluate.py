@@ -825,14 +825,15 @@ def training_method(flags):
 
 
 def training_sentences(training):
-    """How far each run is, for a report without episodes."""
+    """How far each run is, for a report without episodes; smoothed, as its curves are."""
     sentences = []
     for run in training:
-        last = run.last
-        numbers = [f"{key.split('/')[1]} {last[key]:.3g}"
-                   for key in ("train/loss", "train/accuracy", "train/margin") if key in last]
-        steps = f"step {last['step']}" if "step" in last else "no step yet"
-        sentences.append(f"{run.name}: {', '.join([steps, *numbers])}.")
+        parts = [f"step {run.last['step']}" if run.rows else "no step yet"]
+        for curve in training_charts(run):
+            if not curve["folded"]:
+                _, value = curve["lines"][0]["points"][-1]
+                parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']['title']}")
+        sentences.append(f"{run.name}: {', '.join(parts)}.")
     return sentences
 
 

@@ -778,10 +778,12 @@ def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, ca
     with open(metrics, "a") as file:
         file.write('{"step": 40, "train/lo')  # the run still writes
     evaluate.main(evaluate.parse_args(["--metrics", str(metrics), "--report", str(report)]))
-    assert "sweet: step 39, loss 1.02, accuracy 0.9, margin 0.975." in capsys.readouterr().out
+    told = ("sweet: step 39, loss 1.04 nats, training pairs ranked right 90 %,"
+            " margin of chosen over rejected 0.963 nats.")
+    assert told in capsys.readouterr().out
     assert [path.name for path in report.parent.iterdir()] == ["report.html"]
     browser.open(report.as_uri())
-    assert browser.text("#sentences") == "sweet: step 39, loss 1.02, accuracy 0.9, margin 0.975."
+    assert browser.text("#sentences") == told
     assert browser.each("section[id]:not([hidden])", "e.id") == ["examples", "training"]
     assert browser.count("#training figure") == 3 and browser.complaints() == []
 
