@@ -157,8 +157,8 @@ def write_sweet(folder, text="Which unit?"):
          "candidates": [f"{text} {i}" for i in range(4)], "finished": [True] * 4,
          "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)]}
         for state in range(30)])
-    steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40}
-             for i in range(40)]
+    steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
+              "train/nll": 0.5} for i in range(40)]
     return write_run(folder, steps, method="sweet", model="toy/base", min_gap=0.0, seed=0,
                      pairing="halves", pairs_per_state=2)
 
@@ -199,7 +199,7 @@ def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(brows
     browser.open(report.as_uri())
     assert browser.text("#count") == "12 of 12 dialogues, 6 of 6 tasks"
     assert browser.count(".row") == 12 and browser.count(".task") == 6
-    assert browser.count("#results figure") == 4 and browser.count("#training figure") == 4
+    assert browser.count("#results figure") == 4 and browser.count("#training figure") == 5
     assert browser.complaints() == []
 
 
@@ -344,8 +344,9 @@ def test_real_tasks_show_the_advantage_by_turn(browser, tmp_path):
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     chart = "#results figure:nth-of-type(2)"
     assert browser.text(f"{chart} figcaption") == "Critic's advantage by turn"
-    means = browser.each(f"{chart} tbody tr", "Number.parseFloat(e.cells[2].textContent)")
-    assert means == [0.2, -0.25]
+    means = browser.each(f"{chart} tbody tr",
+                         "[...e.cells].slice(1).map(cell => Number.parseFloat(cell.textContent))")
+    assert means == [[1, 0.2], [2, -0.25]]
 
 
 def test_three_pairs_show_what_the_policy_learns_from(browser, report):
@@ -437,9 +438,12 @@ def test_lines_have_a_legend_axes_and_a_point_for_each_value(browser, report):
 def test_each_training_curve_has_a_title_a_unit_and_axes_of_its_own(browser, report):
     browser.open(report.as_uri())
     assert browser.each("#training h3", "e.innerText") == ["critic", "ours"]
-    assert browser.each("#training figcaption", "e.innerText") == [
+    assert browser.each("#training > .charts figcaption", "e.innerText") == [
         "Loss", "Loss", "Training pairs ranked right", "Margin of chosen over rejected"]
-    assert browser.each("#training .axis.y", "e.textContent") == ["nats", "nats", "%", "nats"]
+    assert browser.each("#training > details figcaption", "e.textContent") == [
+        "Negative log-likelihood of the chosen side"]
+    assert browser.each("#training .axis.y", "e.textContent") == [
+        "nats", "nats", "%", "nats", "nats a token"]
     assert browser.each("#training .axis.x", "e.textContent")[:2] == [
         "step", "step, mean of 3 steps"]
     heights = browser.each("#training figure:first-of-type .line",
@@ -465,6 +469,7 @@ def contrast_of(colour, other):
 def test_a_policy_has_one_colour_everywhere_that_contrasts(browser, report, dark):
     browser.open(report.as_uri(), dark=dark)
     bars = browser.each("#results figure:first-of-type rect", "getComputedStyle(e).fill")
+    assert browser.each("#policies strong", "e.innerText") == ["ours", "theirs", "critic"]
     lines = browser.each("#results figure:last-of-type > svg .line", "getComputedStyle(e).stroke")
     curves = browser.each("#training figure > svg .line", "getComputedStyle(e).stroke")
     assert bars == lines and len({*bars, curves[0]}) == 3 and set(curves[1:]) == {bars[0]}
@@ -785,7 +790,7 @@ def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, ca
     browser.open(report.as_uri())
     assert browser.text("#sentences") == told
     assert browser.each("section[id]:not([hidden])", "e.id") == ["examples", "training"]
-    assert browser.count("#training figure") == 3 and browser.complaints() == []
+    assert browser.count("#training figure") == 4 and browser.complaints() == []
 
 
 def test_page_is_one_file_with_a_policy_that_allows_nothing_else(report):
