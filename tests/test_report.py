@@ -727,6 +727,7 @@ def test_print_has_no_controls_and_dark_ink(browser, report):
     assert [html for html in drawn if html] == []
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.text("#sentences p") and browser.text("#episode h2")
+    assert "2 tests – passed" in browser.text("#episode")
 
 
 def test_2500_episodes_open_within_a_second_in_5_megabytes(browser, tmp_path):
