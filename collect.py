@@ -34,6 +34,7 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import sys
 import typing
 from collections import Counter
@@ -492,8 +493,19 @@ def claim_output(path, flags, inputs, process, cost_flags):
     if process.leads and not resumed:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
-               "inputs": hashes, "versions": {"python": platform.python_version()} | versions}
+               "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
+               "commit": code_commit()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+def code_commit():
+    """The commit of this code, "-dirty" where files differ from it; None outside of git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
 
 
 @functools.cache

@@ -5,7 +5,9 @@ How it works (SWEET-RL section 5):
   2. The samples of a task are averaged first, then the tasks. An episode with an error counts as
      an error and nowhere else.
   3. Each 95 % interval is a bootstrap over tasks, and over seeds where a policy has several files.
-  4. `--against` compares policies on the same tasks: difference, interval, sign test, win rate.
+     Where all outcomes agree, a bootstrap has no width, and Wilson's interval takes its place.
+  4. The best policy is compared with each other one on the same tasks, and those of `--episodes`
+     with those of `--against`: difference, interval, sign test, win rate.
   5. `--best_of_n` lets a critic or a grader model choose each turn among N candidates.
 
     python evaluate.py --episodes sft=runs/sft/episodes.jsonl sweet=runs/sweet/episodes.jsonl \
@@ -15,8 +17,11 @@ How it works (SWEET-RL section 5):
         --output runs/evaluation                                          # one policy, two seeds
     python evaluate.py --tasks test.jsonl --agent policy --best_of_n 1 4 16 --critic critic \
         --output runs/best_of_n
+    python evaluate.py --metrics runs/critic/metrics.jsonl --report runs/training.html
+                                                          # watch a training run; no episodes yet
 
-Reads: episodes (of collect.py, or the official file); metrics.jsonl of checkpoints (`--metrics`).
+Reads: episodes (of collect.py, or the official file); metrics.jsonl of checkpoints (`--metrics`),
+and the run.json and candidates.jsonl beside them.
 Writes: results.json and results.md (tables to paste) in `--output`; the report, one HTML file that
 needs no network (evaluate.html with the data filled in).
 For the report, episodes may also carry `advantages` and `credits` (one entry for each agent turn),
@@ -32,36 +37,69 @@ import hashlib
 import io
 import json
 import math
+import random
 import re
+import shlex
+import time
 import typing
+import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy
 
-from colbench import DOMAINS, read_episodes, read_jsonl, write_atomically
+from colbench import (
+    DOMAINS, MAX_TURNS, ResumableJsonl, derive_seed, read_episodes, write_atomically)
 from collect import (
     add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, flag_parser,
-    given_up, join_processes, launch, refuse_ignored, reply_of, require_at_least, rollout_settings,
-    rollout_tasks)
+    given_up, join_processes, launch, read_run, refuse_ignored, reply_of, require_at_least,
+    rollout_settings, rollout_tasks)
 from judge.browser import Browser
 from judge.pages import extract_html, graded_page, open_picture
+from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from toy.world import has_toy_credit, toy_credit
 from train_critic import Critic
+from train_policy import candidate_key, make_pairs, read_candidates
 
 # -----------------------------------------------------------------------------
 # Statistics
 
 
-def interval(values, run_draws, task_draws):
+def wilson(share, count):
+    """Wilson's 95 % interval (low, high) of a share of `count` independent outcomes."""
+    z = 1.959964
+    middle = share + z * z / (2 * count)
+    reach = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    scale = 1 + z * z / count
+    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
+
+
+SHARE = (0.0, 1.0)  # the range of a share of tasks
+GAP = (-1.0, 1.0)  # that of a difference of two shares
+
+
+def bounds(means, count, limits=None):
+    """95 % interval of the bootstrapped `means` of `count` tasks.
+
+    A bootstrap of equal outcomes has no width. Then up to Wilson's bound for 0 of `count` could be
+    otherwise: as low or as high as `limits` allow. For 0 or 1 this is Wilson's interval itself.
+    """
+    low, high = numpy.percentile(means, (2.5, 97.5))
+    if limits and high - low < 1e-9:
+        _, others = wilson(0.0, count)
+        low, high = low + others * (limits[0] - low), high + others * (limits[1] - high)
+    return {"low": float(low), "high": float(high)}
+
+
+def interval(values, run_draws, task_draws, limits=None):
     """Mean of values (R, T) with a 95 % bootstrap interval; NaN marks a task without a value.
 
     Seeds and tasks are crossed: every seed plays the same tasks. A draw therefore takes seeds with
     replacement and, independently, tasks with replacement, the same ones for all seeds.
     run_draws (D, R) and task_draws (D, T) hold how often each was taken. With one seed this is the
-    plain bootstrap over tasks.
+    plain bootstrap over tasks. `limits`: the least and greatest possible value, see `bounds`.
     """
     present = ~numpy.isnan(values)
     if not present.any():
@@ -69,8 +107,8 @@ def interval(values, run_draws, task_draws):
     totals = ((run_draws @ numpy.where(present, values, 0.0)) * task_draws).sum(1)  # (D,)
     weights = ((run_draws @ present.astype(float)) * task_draws).sum(1)
     means = totals[weights > 0] / weights[weights > 0]
-    low, high = numpy.percentile(means, (2.5, 97.5))
-    return {"value": float(values[present].mean()), "low": float(low), "high": float(high)}
+    count = int(present.any(0).sum())
+    return {"value": float(values[present].mean())} | bounds(means, count, limits)
 
 
 def draw_counts(generator, count, draws):
@@ -124,16 +162,18 @@ def compare(ours, theirs, metric, task_draws):
     our_means = ours.run_draws @ left / len(left)  # (D, T)
     their_means = theirs.run_draws @ right / len(right)
     differences = ((our_means - their_means) * weights).sum(1)[drawn] / weights.sum(1)[drawn]
-    low, high = numpy.percentile(differences, (2.5, 97.5))
     gaps = left.mean(0) - right.mean(0)
     signs = numpy.sign(numpy.round(gaps, 12))  # equal sums, added in another order, are a tie
     wins, losses = int((signs > 0).sum()), int((signs < 0).sum())
     points = (signs[None] + 1) / 2  # a tie is half a win
+    difference = {"value": float(gaps.mean())} | bounds(differences, len(gaps), GAP)
+    p = sign_test(wins, losses)
     return {
-        "difference": {"value": float(gaps.mean()), "low": float(low), "high": float(high)},
-        "win_rate": interval(points, numpy.ones((len(weights), 1)), weights),
-        "tasks": int(shared.sum()), "wins": wins, "losses": losses,
-        "sign_test_p": sign_test(wins, losses),
+        "difference": difference,
+        "win_rate": interval(points, numpy.ones((len(weights), 1)), weights, SHARE),
+        "tasks": len(gaps), "wins": wins, "losses": losses, "sign_test_p": p,
+        # both, since a bootstrap over a handful of tasks is too narrow
+        "settled": difference["low"] * difference["high"] > 0 and p < 0.05,
     }
 
 
@@ -145,6 +185,7 @@ HEADINGS = {  # number -> heading, factor; the domain names the reward
     "reward": (None, 100),
     "turns": ("Turns", 1),
     "tokens": ("Agent tokens", 1),
+    "no_answer": ("No answer %", 100),
     "errors": ("Errors %", 100),
     "leaking": ("Leaking %", 100),
     "clean_success": ("Success without leaks %", 100),
@@ -209,6 +250,14 @@ def shared_tasks(policies):
     return list(everything), domains[0]
 
 
+def lacks_answer(episode):
+    """Whether the dialogue ends without an answer, so that a question was graded in its place."""
+    last = episode["dialogue_history"][-1]
+    text = last.get("output") or last["content"]
+    _, _, answer = text.partition(ANSWER_MARKER)
+    return not answer.strip() and not episode["success"]
+
+
 def episode_numbers(episode, leak_threshold, in_tokens):
     """What one episode counts for; a number that is absent does not count."""
     if episode["error"]:
@@ -224,6 +273,7 @@ def episode_numbers(episode, leak_threshold, in_tokens):
         leaking = (episode["leak"] or 0.0) >= leak_threshold
         numbers["success"] = float(episode["success"])
         numbers["leaking"] = float(leaking)
+        numbers["no_answer"] = float(lacks_answer(episode))
         if not leaking:
             numbers["clean_success"] = float(episode["success"])
     return numbers
@@ -277,9 +327,15 @@ def score(policies, settings):
             "seeds": len(runs), "episodes": sum(len(run) for run in runs),
             "success_by_seed": [mean_or_none(run) for run in tables["success"]],
             "best_of_n": runs[0][0].get("best_of_n"), "scorer": runs[0][0].get("scorer"),
-            "numbers": {k: interval(table, run_draws, task_draws) for k, table in tables.items()},
+            "numbers": {key: interval(table, run_draws, task_draws, limits_of(key))
+                        for key, table in tables.items()},
         }
     return results, values, task_draws
+
+
+def limits_of(key):
+    """The range of a number that is a share; None of one that is a count."""
+    return SHARE if key not in ("turns", "tokens") else None
 
 
 def mean_or_none(values):
@@ -296,6 +352,21 @@ def compare_all(values, task_draws, ours, theirs):
                 if comparison:
                     pairs.append({"policy": left, "against": right, "metric": metric} | comparison)
     return pairs
+
+
+def main_metric(results):
+    """The number that decides who is better: success, or the reward where there is no success."""
+    return "success" if DOMAINS[results["domain"]].has_success else "reward"
+
+
+def compare_leader(results, values, task_draws):
+    """The best policy against each other one, the next best first."""
+    metric = main_metric(results)
+    means = {name: policy["numbers"][metric]["value"]
+             for name, policy in results["policies"].items() if policy["numbers"][metric]}
+    ranked = sorted(means, key=means.get, reverse=True)
+    pairs = compare_all(values, task_draws, ranked[:1], ranked[1:])
+    return [pair for pair in pairs if pair["metric"] == metric]
 
 
 # -----------------------------------------------------------------------------
@@ -381,6 +452,10 @@ def load_scorer(args, device):
     return GraderModel(args.critic.removeprefix(GRADER), settings)
 
 
+def rollout_path(args, name):
+    return Path(args.output) / f"{name}.jsonl"
+
+
 def roll_out(args, process):
     """Play --tasks with --agent, once for each N of --best_of_n.
 
@@ -393,7 +468,7 @@ def roll_out(args, process):
     policies = {}
     for count in args.best_of_n or [1]:
         name = f"{base}-best-of-{count}" if args.best_of_n else base
-        path = Path(args.output) / f"{name}.jsonl"
+        path = rollout_path(args, name)
         claim_rollout(f"{path}.run.json", vars(args), process)
         settings = rollout_settings(args, tasks, process)
         wrap_agent = None
@@ -412,12 +487,14 @@ def roll_out(args, process):
 
 def main(args):
     process = join_processes()
-    curves = training_curves(args.metrics)
+    training = read_training(args.metrics)
     theirs = read_policies(args.against)
     if args.episodes:
         ours = read_policies(args.episodes)
-    else:
+    elif args.tasks:
         ours = roll_out(args, process)
+    else:
+        ours = {}
     if not process.leads:
         return
     for name in ours.keys() & theirs.keys():
@@ -425,38 +502,117 @@ def main(args):
                          " names; give one as NAME=FILE")
     policies = ours | theirs
 
-    settings = ScoreSettings(args.seed, args.draws, args.leak_threshold)
-    results, values, task_draws = score(policies, settings)
-    results["pairs"] = compare_all(values, task_draws, ours, theirs)
-
-    tables = [policy_table(results)]
-    if results["pairs"]:
-        tables.append(pair_table(results))
-    print("\n\n".join("\n".join(lines_of(table)) for table in tables))
-    output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
-    as_text = json.dumps(results, indent=2, allow_nan=False)
-    write_atomically(output / "results.json", as_text + "\n")
-    markdown = "\n\n".join("\n".join(lines_of(table, markdown=True)) for table in tables)
-    write_atomically(output / "results.md", markdown + "\n")
+    results, sentences, tables = None, training_sentences(training), []
+    if policies:
+        settings = ScoreSettings(args.seed, args.draws, args.leak_threshold)
+        results, values, task_draws = score(policies, settings)
+        results["pairs"] = compare_all(values, task_draws, ours, theirs)
+        results["leads"] = compare_leader(results, values, task_draws)
+        sentences, tables = verdict(results), all_tables(results)
+        write_results(args.output, results, tables)
+    print("\n".join(sentences))
+    for table in tables:
+        if not table.folded:
+            print("\n" + "\n".join(lines_of(table)))
 
     if args.report:
         annotate(policies, args, process)
-        data = overview(results, policies, tables, curves)
-        room = PAGE_BYTES - len(as_json(data))
-        data |= browser_data(policies, args.leak_threshold, room)
+        sources = episode_files(args, policies)
+        data = overview(Summary(results, sentences, tables), policies, sources, training)
+        episodes = packed_episodes(policies, args.leak_threshold, PAGE_BYTES - len(as_json(data)))
         Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.report, filled_page(data))
+        write_atomically(args.report, filled_page(data, episodes))
+        print(f"\nreport: {args.report}")
+
+
+def write_results(output, results, tables):
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    as_text = json.dumps(results, indent=2, allow_nan=False)
+    write_atomically(output / "results.json", as_text + "\n")
+    markdown = []
+    for table in tables:
+        if table.title:
+            markdown.append(f"**{table.title}**")
+        markdown.append("\n".join(lines_of(table, markdown=True)))
+    write_atomically(output / "results.md", "\n\n".join(markdown) + "\n")
 
 
 # -----------------------------------------------------------------------------
-# Tables
+# Sentences and tables
+
+
+def with_interval(number, factor, sign=""):
+    """("56.8", "[53.7, 59.9]"), or a dash where there is nothing to count."""
+    if number is None:
+        return "–", ""
+    value, low, high = (f"{factor * number[key]:{sign}.1f}" for key in ("value", "low", "high"))
+    return value, f"[{low}, {high}]"
+
+
+def in_words(number, unit):
+    """A share or a difference of shares as "56.8 % [53.7, 59.9]"."""
+    value, ends = with_interval(number, 100)
+    return f"{value} {unit} {ends}"
+
+
+def verdict(results):
+    """Sentences on who won: the best policy against the next best, then against the others."""
+    metric, leads = main_metric(results), results["leads"]
+    text, factor = heading(metric, results)
+    achieved = {}
+    for name, policy in results["policies"].items():
+        number = policy["numbers"][metric]
+        if number and metric == "success":
+            achieved[name] = f"solves {in_words(number, '%')}"
+        elif number:
+            achieved[name] = f"reaches {' '.join(with_interval(number, factor))}"
+    of_what = "of the tasks" if metric == "success" else f"({text})"
+    if not achieved:
+        return ["No policy has an episode without an error, so there is nothing to compare."]
+    if leads:
+        first, second = leads[0]["policy"], leads[0]["against"]
+        points = in_words(leads[0]["difference"], "points")
+        if leads[0]["tasks"] < results["tasks"]:
+            points += f" on the {leads[0]['tasks']} tasks that both finished"
+        if leads[0]["settled"]:
+            sentences = [f"{first} wins: {first} {achieved[first]} {of_what}, {points} more than"
+                         f" {second}, the next best."]
+        else:
+            sentences = [f"The winner is not settled: {first} {achieved[first]} {of_what},"
+                         f" {second} {achieved[second]}; the difference is {points},"
+                         f" {p_value(leads[0])}."]
+    else:
+        sentences = [f"{name} {words} {of_what}." for name, words in achieved.items()]
+    others = []
+    for pair in leads[1:]:
+        doubt = "" if pair["settled"] else f", which is not settled ({p_value(pair)})"
+        others.append(f"{pair['against']} by {in_words(pair['difference'], 'points')}{doubt}")
+    if others:
+        sentences.append(f"{first} leads {'; '.join(others)}.")
+    return sentences + silent_policies(results)
+
+
+def p_value(pair):
+    return f"sign test p = {pair['sign_test_p']:.2g}"
+
+
+def silent_policies(results):
+    """A sentence for each policy that mostly sends questions where answers are graded."""
+    sentences = []
+    for name, policy in results["policies"].items():
+        silent = policy["numbers"]["no_answer"]
+        if silent and silent["value"] > 0.5:
+            sentences.append(f"{100 * silent['value']:.0f} % of the episodes of {name} end without"
+                             " an answer: its success says little about the code that it writes.")
+    return sentences
 
 
 class Table(typing.NamedTuple):
     title: str
     headings: list
     rows: list  # of cells (text, interval); the interval may be empty
+    folded: bool = False  # only a click away in the report, and not on the terminal
 
 
 def heading(key, results):
@@ -471,44 +627,74 @@ def heading(key, results):
     return text, factor
 
 
-def cell(number, factor, sign=""):
-    """("56.8", "[53.7, 59.9]"), or a dash where there is nothing to count."""
-    if number is None:
-        return "–", ""
-    value, low, high = (f"{factor * number[key]:{sign}.1f}" for key in ("value", "low", "high"))
-    return value, f"[{low}, {high}]"
+def all_tables(results):
+    tables = [policy_table(results)]
+    _, zeros = number_keys(results)
+    if zeros:
+        tables.append(number_table("Zero for every policy", results, zeros, folded=True))
+    metric = main_metric(results)
+    for pairs, folded in (
+        ([pair for pair in results["pairs"] if pair["metric"] == metric], False),
+        ([pair for pair in results["pairs"] if pair["metric"] != metric], True),
+    ):
+        if pairs:
+            tables.append(pair_table(results, pairs, folded))
+    return tables
+
+
+def number_keys(results):
+    """(numbers to show, numbers that are zero for every policy).
+
+    One that no policy has is in neither, nor is success without leaks where nothing leaks.
+    """
+    shown, zeros = [], []
+    numbers = [policy["numbers"] for policy in results["policies"].values()]
+    for key in numbers[0]:
+        found = [policy[key]["value"] for policy in numbers if policy[key]]
+        if any(found):
+            shown.append(key)
+        elif found:
+            zeros.append(key)
+    if "leaking" not in shown and "clean_success" in shown:
+        shown.remove("clean_success")
+    return shown, zeros
 
 
 def policy_table(results):
-    """Policies as columns; numbers that no policy has are omitted."""
-    policies = results["policies"]
-    keys = {}  # in order of appearance
-    for policy in policies.values():
-        for key, number in policy["numbers"].items():
-            if number:
-                keys[key] = heading(key, results)
-    rows = []
-    for key, (text, factor) in keys.items():
-        cells = [cell(policy["numbers"][key], factor) for policy in policies.values()]
-        rows.append([(text, ""), *cells])
-    return Table("", ["Policy", *policies], rows)
+    """One line for each policy, with the numbers that are not zero for all of them."""
+    shown, _ = number_keys(results)
+    return number_table("", results, shown)
 
 
-def pair_table(results):
-    """One comparison a row; the paper reports the win rate for frontend tasks only."""
+def number_table(title, results, keys, folded=False):
+    """One policy a row, one number a column."""
+    columns = [heading(key, results) for key in keys]
     rows = []
-    for pair in results["pairs"]:
+    for name, policy in results["policies"].items():
+        counts = [(f"{count:,}", "") for count in (results["tasks"], policy["episodes"])]
+        cells = [with_interval(policy["numbers"][key], factor)
+                 for key, (_, factor) in zip(keys, columns, strict=True)]
+        rows.append([(name, ""), *counts, *cells])
+    texts = [text for text, _ in columns]
+    return Table(title, ["Policy", "Tasks", "Episodes", *texts], rows, folded)
+
+
+def pair_table(results, pairs, folded=False):
+    """One comparison a row; all pairs compare the same number."""
+    rows = []
+    for pair in pairs:
         ties = pair["tasks"] - pair["wins"] - pair["losses"]
         rows.append([
             (f"{pair['policy']} − {pair['against']}", ""),
-            (heading(pair["metric"], results)[0], ""),
-            cell(pair["difference"], 100, "+"),
+            with_interval(pair["difference"], 100, "+"),
+            ("yes" if pair["settled"] else "not settled", ""),
             (f"{pair['wins']} / {pair['losses']} / {ties}", ""),
-            cell(pair["win_rate"], 100),
+            with_interval(pair["win_rate"], 100),
             (f"{pair['sign_test_p']:.2g}", ""),
         ])
-    headings = ["Comparison", "Number", "Difference", "Won / lost / tied", "Win rate %"]
-    return Table("Compared on the same tasks", [*headings, "Sign test p"], rows)
+    text, _ = heading(pairs[0]["metric"], results)
+    headings = ["Comparison", "Difference", "Settled", "Won / lost / tied", "Win rate %"]
+    return Table(f"{text} compared on the same tasks", [*headings, "Sign test p"], rows, folded)
 
 
 def lines_of(table, markdown=False):
@@ -533,7 +719,467 @@ def lines_of(table, markdown=False):
 
 PAGE = Path(__file__).with_name("evaluate.html")
 EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
-PAGE_BYTES = 19_500_000  # for the data; evaluate.html is far below the half megabyte left to 20 MB
+EMPTY_EPISODES = '<script type="text/plain" id="packed"></script>'
+PAGE_BYTES = 4_900_000  # of data; evaluate.html itself is far below the 100 kB left to 5 MB
+
+# What a turn can be, as toy_credit names it; the last is ours
+HELPFUL_TURNS = ("useful question", "right answer")
+LAST_QUESTION = "question on the last turn"
+TURNS = (*HELPFUL_TURNS, "wasted question", "repeated question", "early answer", "wrong answer",
+         LAST_QUESTION)
+ENDINGS = ("solved", "answered", "wrong answer", "early answer", "no answer", "out of turns", "cut",
+           "error")
+METHODS = {
+    "sweet": "SWEET-RL, which is DPO on pairs of turns that the critic ranked",
+    "mtdpo": "multi-turn DPO on pairs of whole dialogues",
+    "rft": "rejection fine-tuning on solved dialogues",
+    "sft": "supervised fine-tuning on dialogues",
+}
+
+
+class Summary(typing.NamedTuple):
+    results: dict | None  # None where only training is reported
+    sentences: list
+    tables: list
+
+
+class Training(typing.NamedTuple):
+    """A training run: its metrics.jsonl, and what its run.json says."""
+
+    name: str
+    folder: Path
+    flags: dict
+    rows: list
+
+    @property
+    def last(self):
+        """The last value of each metric."""
+        return {key: value for row in self.rows for key, value in row.items()}
+
+
+def overview(summary, policies, sources, training):
+    """All that the page shows above its dialogues."""
+    results = summary.results
+    episodes = {name: [episode for run in runs for episode in run]
+                for name, runs in policies.items()}
+    charts = []
+    if results:
+        charts += result_charts(results, episodes)
+    charts += critic_charts(episodes, training)
+    for run in training:
+        charts += training_charts(run)
+    starts = {run.flags.get("model") for run in training}
+    return {
+        "sentences": summary.sentences,
+        "subtitle": subtitle(results) if results else "training only, no episodes",
+        "policies": [policy_facts(name, episodes[name], sources[name], starts)
+                     for name in policies],
+        "runs": [{"name": run.name, "what": training_method(run.flags)} for run in training],
+        "charts": charts,
+        "pairs": [example for run in training for example in example_pairs(run)],
+        "tables": [table._asdict() for table in summary.tables],
+    }
+
+
+def subtitle(results):
+    counts = [policy["episodes"] for policy in results["policies"].values()]
+    over = "tasks"
+    if any(policy["seeds"] > 1 for policy in results["policies"].values()):
+        over = "seeds and tasks"
+    return (f"{results['domain']} · {results['tasks']:,} tasks · {sum(counts):,} episodes ·"
+            f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws,"
+            " Wilson's where all outcomes agree")
+
+
+# -----------------------------------------------------------------------------
+# Report: what was run
+
+
+def read_training(specs):
+    """The training runs of --metrics. One that still writes may end in half a line."""
+    training = []
+    for name, path in map(split_name, specs):
+        if not Path(path).is_file():
+            raise SystemExit(f"{path}: no such file; expected the metrics.jsonl of a training run,"
+                             " which has one from its first step on")
+        folder = Path(path).parent
+        rows = list(ResumableJsonl.whole_rows(path))
+        training.append(Training(name, folder, flags_of(folder / "run.json"), rows))
+    return training
+
+
+def flags_of(path):
+    """The flags in a run's record, none where there is no record."""
+    return read_run(path)["flags"] if Path(path).is_file() else {}
+
+
+def training_method(flags):
+    """One clause on what a checkpoint is, from the flags that trained it."""
+    if "method" in flags:
+        return f"{METHODS[flags['method']]}, from {flags['model']}"
+    if "head" in flags:
+        head = {"logratio": "log-ratio critic", "value": "critic with a value head"}[flags["head"]]
+        sight = "" if flags["privileged"] == "none" else " that sees the solution"
+        return f"{head}{sight}, from {flags['model']}"
+    return ""
+
+
+def training_sentences(training):
+    """How far each run is, for a report without episodes; smoothed, as its curves are."""
+    sentences = []
+    for run in training:
+        parts = [f"step {run.last['step']}" if run.rows else "no step yet"]
+        for curve in training_charts(run):
+            if not curve["folded"]:
+                _, value = curve["lines"][0]["points"][-1]
+                parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']['title']}")
+        sentences.append(f"{run.name}: {', '.join(parts)}.")
+    return sentences
+
+
+def episode_files(args, policies):
+    """Policy -> the files that its episodes were read from, or written to."""
+    files = {name: [] for name in policies}
+    for name, path in map(split_name, [*args.episodes, *args.against]):
+        files[name].append(path)
+    for name in policies:
+        if not files[name]:
+            files[name].append(str(rollout_path(args, name)))
+    return files
+
+
+def policy_facts(name, episodes, files, starts):
+    """What a policy is, in a clause, and how it was played: (label, text) pairs.
+
+    starts: the models that the training runs of the report start from.
+    """
+    first = episodes[0]
+    run, flags = {}, {}
+    record = Path(f"{files[0]}.run.json")
+    if record.is_file():
+        run = read_run(record)
+        flags = run["flags"]
+    agent = str(first.get("agent") or flags.get("agent") or "unknown")
+    trained = flags_of(Path(agent) / "run.json")
+    if agent in starts:
+        what = [f"{agent}, the model that training starts from"]
+    else:
+        what = [training_method(trained) or f"the model {agent}"]
+    if flags.get("max_turns", MAX_TURNS) != MAX_TURNS:
+        what.append("in one turn" if flags["max_turns"] == 1
+                    else f"at most {flags['max_turns']} turns")
+    if (first.get("best_of_n") or 1) > 1:
+        what.append(f"each turn the best of {first['best_of_n']} candidates, chosen by"
+                    f" {first.get('scorer')}")
+    human = " ".join(str(part) for part in (first.get("human"), flags.get("human_model")) if part)
+    finished = time.strftime("%Y-%m-%d", time.gmtime(Path(files[0]).stat().st_mtime))
+    facts = {
+        "Model": agent, "Tasks": flags.get("tasks"), "Human": human, "Judge": flags.get("judge"),
+        "Last played": finished, "Commit": run.get("commit"),
+        "Versions": ", ".join(f"{key} {value}" for key, value in run.get("versions", {}).items()),
+        "Files": ", ".join(files), "Played by": command_of(run.get("script", ""), flags),
+        "Trained by": command_of("train_policy.py", trained),
+    }
+    return {"name": name, "what": "; ".join(what),
+            "facts": [[label, text] for label, text in facts.items() if text]}
+
+
+def command_of(script, flags):
+    """The command that these flags come from, without those that are off."""
+    words = []
+    for flag, value in flags.items():
+        if value is None or value is False or value == []:
+            continue
+        words.append(f"--{flag}")
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+    return shlex.join([script, *words]) if words else ""
+
+
+# -----------------------------------------------------------------------------
+# Report: charts, as the titles, units and numbers that evaluate.html draws
+
+
+def chart(section, kind, title, **content):
+    return {"section": section, "kind": kind, "title": title} | content
+
+
+def result_charts(results, episodes):
+    metric = main_metric(results)
+    text, factor = heading(metric, results)
+    numbers = {name: policy["numbers"][metric] for name, policy in results["policies"].items()
+               if policy["numbers"][metric]}
+    bars = [{"name": name} | {key: factor * value for key, value in number.items()}
+            for name, number in numbers.items()]
+    charts = []
+    if bars:
+        charts.append(chart("results", "bars", f"{text}, with 95 % intervals", rows=bars))
+    charts += turn_charts(episodes)
+    charts.append(stack("How episodes end, %", "episodes", ENDINGS,
+                        {name: [ending(episode) for episode in found]
+                         for name, found in episodes.items()}))
+    sound = {name: [episode for episode in found if not episode["error"]]
+             for name, found in episodes.items()}
+    charts += requirement_chart(sound)
+    charts += turn_limit_chart(sound, metric)
+    charts += best_of_n_chart(results["policies"], numbers, text)
+    return charts
+
+
+def stack(title, unit, parts, names):
+    """Bars of shares that add up to 100 %; names: policy -> the part that each of its things is."""
+    counts = {name: Counter(found) for name, found in names.items() if found}
+    shown = [part for part in parts if any(count[part] for count in counts.values())]
+    rows = [{"name": name, "counts": [count[part] for part in shown]}
+            for name, count in counts.items()]
+    return chart("results", "stack", title, unit=unit, parts=shown, rows=rows)
+
+
+def ending(episode):
+    """How an episode ends: one of ENDINGS. Only the embedded world knows an early answer."""
+    if episode["error"]:
+        return "error"
+    if episode["success"]:
+        return "solved"
+    if lacks_answer(episode):  # the last page counts all the same, a question does not
+        return "out of turns" if episode["success"] is None else "no answer"
+    if episode["dialogue_history"][-1].get("finished") is False:
+        return "cut"
+    if episode["success"] is None:
+        return "answered"
+    credits = episode.get("credits")
+    return "early answer" if credits and credits[-1] == "early answer" else "wrong answer"
+
+
+def turn_charts(episodes):
+    """What the turns are; where that is not known, the critic's advantage by turn."""
+    kinds = {name: [kind for episode in found for kind in episode.get("credits") or []]
+             for name, found in episodes.items()}
+    if any(kinds.values()):
+        return [stack("What the turns are, %", "turns", TURNS, kinds)]
+    lines = []
+    for name, found in episodes.items():
+        by_turn = defaultdict(list)
+        for episode in found:
+            for turn, advantage in enumerate(finite(episode.get("advantages")), 1):
+                if advantage is not None:
+                    by_turn[turn].append(advantage)
+        points = [mean_point(turn, values) for turn, values in sorted(by_turn.items())]
+        if points:
+            lines.append({"name": name, "points": points})
+    if not lines:
+        return []
+    return [chart("results", "lines", "Critic's advantage by turn", lines=lines,
+                  x={"title": "turn", "whole": True}, y={"title": "mean advantage"})]
+
+
+def mean_point(x, values):
+    """[x, mean, low, high] with a normal 95 % interval."""
+    mean = numpy.mean(values)
+    reach = 1.96 * numpy.std(values) / math.sqrt(len(values))
+    return rounded([x, mean, mean - reach, mean + reach])
+
+
+def share_point(x, shares):
+    """[x, %, low, high] of shares between 0 and 1, with Wilson's interval."""
+    share = numpy.mean(shares)
+    return rounded([x, *(100 * value for value in (share, *wilson(share, len(shares))))])
+
+
+def rounded(values):
+    return [float(f"{value:.5g}") for value in values]
+
+
+def requirement_chart(episodes):
+    """Success by the number of details that a task of the embedded world needs."""
+    lines = []
+    for name, found in episodes.items():
+        tasks = defaultdict(list)
+        for episode in found:
+            if has_toy_credit(episode["task"]):
+                needed = len(episode["task"]["toy"]["needed"])
+                tasks[needed, episode["task"]["task_id"]].append(episode["success"])
+        groups = defaultdict(list)
+        for (needed, _), outcomes in tasks.items():
+            groups[needed].append(numpy.mean(outcomes))
+        if groups:
+            points = [share_point(needed, shares) for needed, shares in sorted(groups.items())]
+            lines.append({"name": name, "points": points})
+    if not lines:
+        return []
+    x = {"title": "details that the task needs", "whole": True}
+    return [chart("results", "lines", "Success by number of requirements", lines=lines, x=x,
+                  y={"title": "% of tasks solved", "least": 0})]
+
+
+def turn_limit_chart(episodes, metric):
+    """How many episodes are solved (pages: have ended) after each number of turns."""
+    last = max((episode["turns"] for found in episodes.values() for episode in found), default=0)
+    title = "Solved within so many turns" if metric == "success" else "Ended within so many turns"
+    lines = []
+    for name, found in episodes.items():
+        ends = [episode["turns"] for episode in found if episode["success"] in (True, None)]
+        points = [rounded([turn, 100 * sum(end <= turn for end in ends) / len(found)])
+                  for turn in range(1, last + 1) if found]
+        if points:
+            lines.append({"name": name, "points": points})
+    if last < 2:
+        return []
+    return [chart("results", "lines", title, lines=lines, x={"title": "turns", "whole": True},
+                  y={"title": "% of episodes", "least": 0})]
+
+
+def best_of_n_chart(policies, numbers, text):
+    """The main number by N, a line for each scorer."""
+    curves = defaultdict(list)
+    for name, number in numbers.items():
+        count = policies[name]["best_of_n"]
+        if count:
+            percents = [100 * number[key] for key in ("value", "low", "high")]
+            curves[policies[name]["scorer"] or name].append(rounded([count, *percents]))
+    if not curves:
+        return []
+    lines = [{"name": scorer, "points": sorted(points)} for scorer, points in curves.items()]
+    counts = sorted({point[0] for line in lines for point in line["points"]})
+    x = {"title": "candidates (N), logarithmic", "log": True, "values": counts}
+    return [chart("results", "lines", f"{text} by number of candidates", lines=lines, x=x,
+                  y={"title": text})]
+
+
+AUC_ROWS = {
+    "all": "any two candidates",
+    "question_question": "two questions",
+    "answer_answer": "two answers",
+    "answer_question_known": "answer or question, all is known",
+    "answer_question_unknown": "answer or question, something is unknown",
+}
+
+
+def critic_charts(episodes, training):
+    charts = [critic_chart(run) for run in training] + [calibration_chart(episodes)]
+    return [found for found in charts if found]
+
+
+def critic_chart(run):
+    """How often a critic is right on held-out tasks; None of a run that trained no critic."""
+    last, rows = run.last, []
+    if "holdout/accuracy" in last:
+        share, count = last["holdout/accuracy"], last["holdout/pairs"]
+        low, high = wilson(share, count)
+        rows.append({"name": f"held-out pairs of dialogues ({count})", "value": 100 * share,
+                     "low": 100 * low, "high": 100 * high})
+    for kind, name in AUC_ROWS.items():
+        if f"credit_auc/{kind}" in last:
+            rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
+    if not rows:
+        return None
+    return chart("critic", "bars", f"{run.name}: the better one ranked higher, %", rows=rows,
+                 guide=50, most=100, run=run.name)
+
+
+def calibration_chart(episodes):
+    """How many of the turns with an advantage of so much truly help; None where that is unknown."""
+    scored = []  # (advantage, whether the turn truly helps)
+    for found in episodes.values():
+        for episode in found:
+            advantages, kinds = finite(episode.get("advantages")), episode.get("credits") or []
+            if len(advantages) == len(kinds):
+                scored += [(advantage, kind in HELPFUL_TURNS)
+                           for advantage, kind in zip(advantages, kinds, strict=True)
+                           if advantage is not None]
+    bins = min(10, len(scored) // 20)
+    if bins < 2:
+        return None
+    groups = numpy.array_split(numpy.array(sorted(scored), float), bins)
+    points = [share_point(group[:, 0].mean(), group[:, 1]) for group in groups]
+    return chart("critic", "lines", "Advantage against true credit",
+                 lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
+                 x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
+                 y={"title": "% that truly help", "least": 0})
+
+
+CURVES = {  # metric -> title, unit, factor
+    "train/loss": ("Loss", "nats", 1),
+    "train/accuracy": ("Training pairs ranked right", "%", 100),
+    "train/margin": ("Margin of chosen over rejected", "nats", 1),
+    "train/nll": ("Negative log-likelihood of the chosen side", "nats a token", 1),
+    "train/chosen_reward": ("Implicit reward of the chosen side", "nats", 1),
+    "holdout/accuracy": ("Held-out pairs ranked right", "%", 100),
+    "holdout/loss": ("Held-out loss", "nats", 1),
+}
+DRAWN_CURVES = ("train/loss", "train/accuracy", "train/margin")  # the others fold out
+
+
+def training_charts(run):
+    """A chart for each metric of a run, smoothed; a small last batch weighs as little as it is."""
+    series = defaultdict(list)
+    for index, row in enumerate(run.rows):
+        for key, value in row.items():
+            is_number = isinstance(value, (int, float)) and math.isfinite(value)
+            if key.startswith(("train/", "holdout/")) and is_number:
+                series[key].append((row.get("step", index), value, row.get("data/tokens", 1)))
+    charts = []
+    keys = [*CURVES, *sorted(series.keys() - CURVES.keys())]
+    for key in keys:
+        if len(series[key]) <= 3:  # two points of a hold-out are no curve
+            continue
+        title, unit, factor = CURVES.get(key, (key, "", 1))
+        points, window = smoothed(series[key])
+        points = [rounded([step, factor * value]) for step, value in points]
+        charts.append(chart(
+            "training", "lines", title, lines=[{"name": run.name, "points": points}],
+            x={"title": "step" + (f", mean of {window} steps" if window > 1 else "")},
+            y={"title": unit}, run=run.name, folded=key not in DRAWN_CURVES))
+    return charts
+
+
+def smoothed(series):
+    """(points (step, value), steps in a window): weighted means of windows around each step.
+
+    A window spans a twentieth of the steps. At most 200 points remain.
+    """
+    steps, values, weights = numpy.array(series, float).T
+    half = max(1, len(steps) // 40) if len(steps) >= 10 else 0
+    window = numpy.ones(2 * half + 1)
+    means = (numpy.convolve(values * weights, window, "same")
+             / numpy.convolve(weights, window, "same"))
+    kept = numpy.unique(numpy.linspace(0, len(steps) - 1, 200).round().astype(int))
+    return list(zip(steps[kept], means[kept], strict=True)), len(window)
+
+
+def example_pairs(run):
+    """Three of the pairs that a policy learnt from, by the difference of their advantages."""
+    path = run.folder / "candidates.jsonl"
+    if run.flags.get("method") != "sweet" or not path.is_file():
+        return []
+    flags, pairs = run.flags, []
+    states = read_candidates(path)
+    gap = flags["min_gap"] * numpy.std([value for state in states for value in state["advantages"]])
+    for state in states:
+        draw = random.Random(derive_seed(flags["seed"], "pairs", *candidate_key(state)))
+        advantages = state["advantages"]
+        for chosen, rejected in make_pairs(state["candidates"], advantages, flags["pairing"],
+                                           flags["pairs_per_state"], draw, gap):
+            pairs.append((advantages[chosen] - advantages[rejected], chosen, rejected, state))
+    if not pairs:
+        return []
+    pairs.sort(key=lambda pair: pair[0], reverse=True)
+    examples = []
+    for which, share in (("A wide", 0.1), ("The median", 0.5), ("A narrow", 0.9)):
+        difference, *sides, state = pairs[int(share * (len(pairs) - 1))]
+        chosen, rejected = ({"text": state["candidates"][side],
+                             "advantage": state["advantages"][side]} for side in sides)
+        examples.append({
+            "run": run.name, "title": f"{which} difference, {difference:.3f}",
+            "where": f"{state['task_id']}, turn {state['turn'] + 1}, one of {len(pairs):,} pairs",
+            "before": state["messages"], "chosen": chosen, "rejected": rejected})
+    return examples
+
+
+# -----------------------------------------------------------------------------
+# Report: episodes
 
 
 def annotate(policies, args, process):
@@ -556,9 +1202,11 @@ def true_credits(episode):
     """The kind of each agent turn, as the toy world knows it."""
     task, history = episode["task"], episode["dialogue_history"]
     kinds = []
-    for turn in range(len(history) // 2):
+    for turn in range(episode["turns"]):
         credit = toy_credit(task, history, turn, episode["success"], episode["turns"])
         kinds.append(credit.kind)
+    if lacks_answer(episode):  # toy_credit takes whatever stands on the last turn for an answer
+        kinds[-1] = LAST_QUESTION
     return kinds
 
 
@@ -589,46 +1237,6 @@ def thumbnail(png, width=360):
     return base64.b64encode(small.getvalue()).decode()
 
 
-def overview(results, policies, tables, curves):
-    """What the page draws above the episodes: its tables as they are, its charts from these."""
-    metric = "success" if DOMAINS[results["domain"]].has_success else "reward"
-    turns = {}
-    for name, runs in policies.items():
-        episodes = [episode for run in runs for episode in run if not episode["error"]]
-        turns[name] = Counter(int(episode["turns"]) for episode in episodes)
-    return {
-        "results": results, "tables": [table._asdict() for table in tables],
-        "metric": metric, "heading": heading(metric, results)[0],  # the number that charts show
-        "turns": turns, "curves": curves,
-    }
-
-
-def training_curves(specs):
-    """Metric -> name of the file -> points (step, value).
-
-    They are means of windows, so that a curve has at most 300.
-    """
-    curves = defaultdict(dict)
-    for name, path in map(split_name, specs):
-        rows = [row for _, row in read_jsonl(path)]
-        points = defaultdict(list)
-        for index, row in enumerate(rows):
-            for key, value in row.items():
-                if not key.startswith(("train/", "holdout/")):
-                    continue
-                if isinstance(value, (int, float)) and math.isfinite(value):
-                    points[key].append((row.get("step", index), value))
-        for key, line in points.items():
-            window = math.ceil(len(line) / 300)
-            means = []
-            for start in range(0, len(line), window):
-                step, value = numpy.mean(line[start:start + window], axis=0)
-                means.append((float(step), float(f"{value:.5g}")))
-            if len(means) > 3:  # two points of a hold-out are no curve
-                curves[key][name] = means
-    return curves
-
-
 def as_json(value):
     """JSON for a <script> element: without `<`, no text in it can begin or end a tag."""
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
@@ -647,12 +1255,6 @@ def episode_record(name, seed_index, episode, leak_threshold):
     sample = str(episode["sample"])
     if seed_index > 0:
         sample += f", seed {seed_index}"
-    if episode["error"]:
-        outcome = "error"
-    elif episode["success"] is None:
-        outcome = "scored"
-    else:
-        outcome = "solved" if episode["success"] else "unsolved"
     dialogue = []
     for turn in episode["dialogue_history"]:
         record = {key: turn[key] for key in ("role", "content", "finished") if key in turn}
@@ -660,8 +1262,8 @@ def episode_record(name, seed_index, episode, leak_threshold):
             record["output"] = turn["output"]
         dialogue.append(record)
     return {
-        "id": f"{name}/{task_id}/{sample}", "policy": name, "task": task_id, "sample": sample,
-        "outcome": outcome, "error": episode["error"], "turns": episode["turns"],
+        "id": f"{name}/{task_id}/{sample}", "policy": name, "sample": sample,
+        "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
         "reward": None if episode["error"] else episode["reward"], "reasons": episode["reasons"],
         "leak": episode["leak"], "leaking": (episode["leak"] or 0.0) >= leak_threshold,
         "answer": episode["answer"], "dialogue": dialogue,
@@ -670,54 +1272,56 @@ def episode_record(name, seed_index, episode, leak_threshold):
     }
 
 
-def browser_data(policies, leak_threshold, room=PAGE_BYTES):
-    """What the episode browser shows, task by task, in at most `room` bytes.
+def task_records(policies, leak_threshold):
+    """(tasks with the episodes of all policies, distinct screenshots that these point to)."""
+    tasks, pictures = {}, {}
 
-    When room runs out, screenshots are omitted first, then whole episodes.
-    """
-    by_task = defaultdict(list)
+    def index_of(picture):
+        return pictures.setdefault(picture, len(pictures)) if picture else None
+
     for name, runs in policies.items():
         for seed_index, run in enumerate(runs):
             for episode in run:
-                by_task[episode["task"]["task_id"]].append((name, seed_index, episode))
-    tasks, records, pictures = {}, [], []
-    omitted = {"episodes": 0, "screenshots": 0}
-    for task_id, entries in by_task.items():
-        for name, seed_index, episode in entries:
-            record = episode_record(name, seed_index, episode, leak_threshold)
-            task = {
-                "request": episode["task"]["problem_description"],
-                "solution": episode["task"]["ground_truth"],
-                "tests": episode["task"].get("test_cases") or {},
-            }
-            new = [record] if task_id in tasks else [record, task_id, task]
-            size = len(as_json(new))
-            if size > room:
-                omitted["episodes"] += 1
-                continue
-            room -= size
-            records.append(record)
-            pictures.append((record, episode.get("screenshot")))
-            if task_id not in tasks:
-                tasks[task_id] = task
-                pictures.append((task, episode.get("solution_screenshot")))
-    for owner, picture in pictures:
-        if not picture:
-            continue
-        size = len(picture) + 20
-        if size <= room:
-            room -= size
-            owner["screenshot"] = picture
-        else:
-            omitted["screenshots"] += 1
-    advantages = [value for record in records for value in record["advantages"]]
-    sizes = sorted(abs(value) for value in advantages if value is not None)
+                task_id = episode["task"]["task_id"]
+                task = tasks.setdefault(task_id, {
+                    "id": task_id, "request": episode["task"]["problem_description"],
+                    "solution": episode["task"]["ground_truth"],
+                    "tests": episode["task"].get("test_cases") or {}, "picture": None,
+                    "episodes": [],
+                })
+                record = episode_record(name, seed_index, episode, leak_threshold)
+                record["picture"] = index_of(episode.get("screenshot"))
+                task["episodes"].append(record)
+                if task["picture"] is None:
+                    task["picture"] = index_of(episode.get("solution_screenshot"))
+    return list(tasks.values()), list(pictures)
+
+
+def packed_episodes(policies, leak_threshold, room):
+    """All that the browser of dialogues shows, compressed, in at most `room` characters.
+
+    When room runs out, screenshots are omitted first, then whole tasks.
+    """
+    tasks, pictures = task_records(policies, leak_threshold)
+    sizes = sorted(abs(value) for task in tasks for record in task["episodes"]
+                   for value in record["advantages"] if value is not None)
     # The strongest shade: the 95th percentile, so that one outlier does not pale all other turns.
     scale = sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0
-    return {"tasks": tasks, "episodes": records, "omitted": omitted, "scale": scale or 1.0}
+    data = {"tasks": tasks, "pictures": pictures, "scale": scale or 1.0}
+    while True:
+        data["omitted"] = {
+            "episodes": sum(len(task["episodes"]) for task in tasks[len(data["tasks"]):]),
+            "screenshots": len(pictures) - len(data["pictures"]),
+        }
+        packed = base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode()))
+        if len(packed) <= room or not data["tasks"]:
+            return packed.decode()
+        largest = "pictures" if data["pictures"] else "tasks"
+        kept = int(len(data[largest]) * 0.95 * room / len(packed))
+        data[largest] = data[largest][:max(0, kept)]
 
 
-def filled_page(data):
+def filled_page(data, episodes):
     """evaluate.html with its data and a Content-Security-Policy.
 
     The policy allows the page's style and script, by hash, its embedded pictures, and nothing else.
@@ -729,6 +1333,7 @@ def filled_page(data):
               " img-src data:; base-uri 'none'; form-action 'none'")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     page = page.replace("<!-- Content-Security-Policy -->", meta)
+    page = page.replace(EMPTY_EPISODES, EMPTY_EPISODES.replace("><", f">{episodes}<"))
     return page.replace(EMPTY_DATA, EMPTY_DATA.replace("{}", as_json(data)))
 
 
@@ -763,10 +1368,11 @@ def parse_args(argv=None):
                        help="share of the solution that makes a leak")
     group.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
     group = parser.add_argument_group("output")
-    group.add_argument("--output", required=True, help="directory for results.json and results.md")
+    group.add_argument("--output", help="directory for results.json and results.md")
     group.add_argument("--report", help="FILE.html to write the report to")
     group.add_argument("--metrics", nargs="+", default=[],
-                       help="[NAME=]metrics.jsonl ... for training curves in the report")
+                       help="[NAME=]metrics.jsonl ... for training curves in the report; alone,"
+                       " without episodes, to watch a training run")
     args = parser.parse_args(argv)
     check_flags(parser, args, rollout_flags)
     return args
@@ -788,8 +1394,18 @@ def check_flags(parser, args, rollout_flags):
         if args.critic:
             ignored.remove("dtype")
         refuse_ignored(parser, args, ignored, "with --episodes, which are played already")
+    elif args.metrics and args.report and not args.tasks and not args.agent:
+        ignored = [*rollout_flags, "name", "samples_per_task", "best_of_n", "against", "critic",
+                   "critic_model", "leak_threshold", "draws", "output"]
+        refuse_ignored(parser, args, ignored, "with --metrics alone, without episodes")
+    elif not args.tasks and not args.agent:
+        raise SystemExit("found neither --episodes nor --tasks; expected --episodes to evaluate,"
+                         " --tasks and --agent to play, or --metrics and --report to watch a"
+                         " training run")
     else:
         check_rollout_flags(args)
+    if not args.output and (args.episodes or args.tasks):
+        raise SystemExit("found no --output; expected a directory for results.json and results.md")
     if not args.report:
         refuse_ignored(parser, args, ["metrics"], "without --report")
     if not args.best_of_n and not args.report:

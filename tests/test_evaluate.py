@@ -92,6 +92,79 @@ def test_seeds_that_disagree_widen_the_interval():
     assert (wide["low"], wide["high"]) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("share, count, low, high", [
+    (0, 2, 0, 0.6576), (1, 2, 0.3424, 1), (0.5, 10, 0.2366, 0.7634), (0, 500, 0, 0.0076)])
+def test_wilson_intervals_agree_with_published_ones(share, count, low, high):
+    assert evaluate.wilson(share, count) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("value, low, high", [
+    (0.0, 0.0, 0.6576), (1.0, 0.3424, 1.0), (0.5, 0.1712, 0.8288)])
+def test_tasks_that_all_agree_have_wilsons_interval(value, low, high):
+    number = evaluate.interval(numpy.full((1, 2), value), *draws(1, 2), evaluate.SHARE)
+    assert [number["low"], number["high"]] == pytest.approx([low, high], abs=1e-4)
+
+
+@pytest.mark.parametrize("tasks, settled", [(2, False), (5, False), (9, True)])
+def test_few_tasks_settle_nothing_however_clear_they_are(tmp_path, tasks, settled):
+    results = evaluated(tmp_path, a=[episode(task) for task in range(tasks)],
+                        b=[episode(task, reward=0.0) for task in range(tasks)])
+    (lead,) = results["leads"]
+    assert (lead["policy"], lead["against"], lead["settled"]) == ("a", "b", settled)
+    assert lead["difference"]["low"] < 1 == lead["difference"]["value"]
+
+
+def test_policies_that_tie_on_every_task_still_have_an_interval(tmp_path):
+    rows = [episode(task) for task in range(4)]
+    (lead,) = evaluated(tmp_path, a=rows, b=rows)["leads"]
+    ends = [lead["difference"][key] for key in ("low", "value", "high")]
+    assert ends == pytest.approx([-0.4899, 0, 0.4899], abs=1e-4) and not lead["settled"]
+
+
+def test_best_policy_is_compared_with_each_other_the_next_best_first(tmp_path, capsys):
+    policies = {name: [episode(task, reward=float(task < solved)) for task in range(40)]
+                for name, solved in (("low", 2), ("best", 38), ("middle", 36))}
+    leads = evaluated(tmp_path, **policies)["leads"]
+    assert [(lead["policy"], lead["against"]) for lead in leads] == [("best", "middle"),
+                                                                     ("best", "low")]
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("The winner is not settled: best solves 95.0 % [")
+    assert "middle solves 90.0 % [" in first and "the difference is 5.0 points [" in first
+    assert second.startswith("best leads low by 90.0 points [") and "not settled" not in second
+
+
+def test_terminal_has_a_named_line_for_each_policy_and_no_zero_columns(tmp_path, capsys):
+    evaluated(tmp_path, a=[episode(0)], b=[episode(0, reward=0.0)])
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.startswith("Policy"))
+    assert "Success %" in header and "Errors %" not in header
+    named = [line.split()[:3] for line in lines if line.startswith(("a  ", "b  "))]
+    assert named == [["a", "1", "1"], ["b", "1", "1"]]
+
+
+@pytest.mark.parametrize("text, lacks", [
+    ("What now?", 1.0), ("I WANT TO ANSWER:\n  ", 1.0), ("I WANT TO ANSWER: def f", 0.0)])
+def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
+    history = [{"role": "user", "content": "p"}, {"role": "assistant", "content": text}]
+    row = episode(0, reward=0.0, dialogue_history=history)
+    assert numbers_of(tmp_path, rows=[row])["no_answer"]["value"] == lacks
+    assert evaluate.ending(row) == ("no answer" if lacks else "wrong answer")
+    assert evaluate.ending(episode(0, dialogue_history=history)) == "solved"
+
+
+def test_endings_tell_cut_answers_errors_and_early_ones_apart():
+    def ending(text="I WANT TO ANSWER: x", finished=True, **more):
+        turn = {"role": "assistant", "content": text, "finished": finished}
+        history = [{"role": "user", "content": "p"}, turn]
+        return evaluate.ending(episode(0, reward=0.5, dialogue_history=history, **more))
+
+    assert ending(finished=False) == "cut" and ending(error="gone") == "error"
+    assert ending(credits=["early answer"]) == "early answer"
+    assert ending(credits=["wrong answer"]) == "wrong answer"
+    assert ending(domain="frontend") == "answered"
+    assert ending("a page", domain="frontend") == "out of turns"
+
+
 def test_interval_of_nothing_is_nothing():
     assert evaluate.interval(numpy.full((1, 3), math.nan), *draws(1, 3)) is None
 
@@ -240,10 +313,18 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
         loss = math.nan if step == 5 else 1.0
         lines.append({"step": step, "train/loss": loss, "time/step": 1})
     path = write_rows(tmp_path / "metrics.jsonl", lines)
-    curves = evaluate.training_curves([f"run={path}"])
-    assert list(curves) == ["train/loss"]
-    assert len(curves["train/loss"]["run"]) <= 300
-    assert {value for _, value in curves["train/loss"]["run"]} == {1.0}
+    (run,) = evaluate.read_training([f"run={path}"])
+    (chart,) = evaluate.training_charts(run)
+    ((name, points),) = [(line["name"], line["points"]) for line in chart["lines"]]
+    assert chart["title"] == "Loss" and name == "run" and len(points) <= 200
+    assert {value for _, value in points} == {1.0}
+    assert [points[0][0], points[-1][0]] == [0, 4999]
+
+
+def test_a_partial_last_batch_weighs_as_little_as_it_is():
+    steps = [(step, 0.5, 4000) for step in range(50)] + [(50, 9.0, 40)]
+    points, window = evaluate.smoothed(steps)
+    assert window == 3 and points[-1][1] == pytest.approx((0.5 * 4000 + 9 * 40) / 4040)
 
 
 def test_all_errors_still_give_a_table_and_a_report(tmp_path):
@@ -338,6 +419,8 @@ def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
     ("--episodes e --critic c --critic_model m --report r", "--critic_model"),
     ("--episodes e --critic_model m", "--critic_model"),
     ("--episodes e --metrics m", "--metrics"),
+    ("--metrics m --report r", "--output"),
+    ("--metrics m --report r --against e", "--against"),
     ("--tasks t --agent a --critic c", "--critic"),
 ])
 def test_a_flag_that_would_be_ignored_is_refused(flags, named):
@@ -354,6 +437,22 @@ def test_a_flag_that_would_be_ignored_is_refused(flags, named):
 ])
 def test_a_flag_that_is_used_is_accepted(flags):
     evaluate.parse_args(f"{flags} --output o".split())
+
+
+@pytest.mark.parametrize("flags, named", [
+    ("--output o", "--episodes to evaluate"),
+    ("--metrics m", "--episodes to evaluate"),
+    ("--tasks t --output o", "--agent"),
+])
+def test_a_command_without_episodes_or_a_policy_says_what_it_needs(flags, named):
+    with pytest.raises(SystemExit, match=f"expected.*{named}|{named}"):
+        evaluate.parse_args(flags.split())
+
+
+def test_output_is_needed_with_episodes_and_metrics_alone_need_none():
+    with pytest.raises(SystemExit, match="found no --output"):
+        evaluate.parse_args("--episodes e".split())
+    assert evaluate.parse_args("--metrics m --report r".split()).output is None
 
 
 def test_best_of_n_without_a_critic_is_refused():

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 import re
 import time
 import zlib
@@ -10,6 +11,7 @@ import pytest
 
 import evaluate
 from judge.browser import DevTools, find_chromium
+from toy.world import backend_tasks
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
@@ -35,25 +37,27 @@ class Reader:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def open(self, url, width=1280, dark=False):
+    def open(self, url, width=1280, dark=False, media=""):
         call = self.devtools.call
         self.devtools.set_deadline(60)
         self.devtools.events.clear()
         call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
              mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        call("Emulation.setEmulatedMedia", features=[scheme])
+        call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         # From a blank page, as a new fragment of the same address would load nothing.
         call("Page.navigate", url="about:blank")
         call("Page.navigate", url=url)
         until = time.monotonic() + 20
-        loaded = "location.protocol === 'file:' && document.readyState === 'complete'"
+        loaded = ("location.protocol === 'file:' && document.readyState === 'complete'"
+                  " && !document.querySelector('[aria-busy=true]')")
         while not self.run(loaded):
             assert time.monotonic() < until, "the page did not load"
             time.sleep(0.05)
 
     def press(self, key):
-        text = {"text": key} if len(key) == 1 else {}
+        texts = {"Enter": "\r"}
+        text = {"text": texts.get(key, key)} if len(key) == 1 or key in texts else {}
         self.devtools.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.devtools.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
@@ -122,17 +126,48 @@ def episode(task, sample, passed=True, text="Round the result?", **more):
     return row | more
 
 
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def write_report(folder, *flags, **policies):
     """The path of a report over `policies`, name -> rows."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, rows in policies.items():
-        files.append(str(folder / f"{name}.jsonl"))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(write_lines(folder / f"{name}.jsonl", rows)) for name, rows in policies.items()]
     report = folder / "report.html"
     output = ["--output", str(folder), "--report", str(report), "--draws", "200"]
     evaluate.main(evaluate.parse_args(["--episodes", *files, *output, *flags]))
     return report
+
+
+def write_run(folder, rows, **flags):
+    """metrics.jsonl of a training run, with its record."""
+    path = write_lines(folder / "metrics.jsonl", rows)
+    (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
+    return path
+
+
+def write_sweet(folder, text="Which unit?"):
+    """A run of SWEET-RL with ranked candidates: 30 states of four candidates each."""
+    folder.mkdir(parents=True)
+    messages = [{"role": "system", "content": "Ask."}, {"role": "user", "content": "A label."}]
+    write_lines(folder / "candidates.jsonl", [
+        {"task_id": f"task{state}", "sample": 0, "turn": 0, "messages": messages,
+         "candidates": [f"{text} {i}" for i in range(4)], "finished": [True] * 4,
+         "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)]}
+        for state in range(30)])
+    steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
+              "train/nll": 0.5} for i in range(40)]
+    return write_run(folder, steps, method="sweet", model="toy/base", min_gap=0.0, seed=0,
+                     pairing="halves", pairs_per_state=2)
+
+
+def write_critic(folder):
+    steps = [{"step": i, "train/loss": 1 / (i + 1), "time/step": 1} for i in range(9)]
+    steps.append({"step": 9, "holdout/accuracy": 0.9, "holdout/pairs": 50})
+    steps.append({"step": 10, "credit_auc/all": 0.95, "credit_auc/question_question": 0.75})
+    return write_run(folder, steps, head="logratio", privileged="ground_truth", model="toy/base")
 
 
 @pytest.fixture(scope="module")
@@ -149,51 +184,238 @@ def browser():
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    metrics = folder / "metrics.jsonl"
-    steps = [{"step": i, "train/loss": 1 / (i + 1), "time/step": 1} for i in range(9)]
-    metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    scores = {"advantages": [0.2, -0.1], "credits": ["useful", "wasted"]}
+    scores = {"advantages": [0.2, -0.1], "credits": ["useful question", "wrong answer"]}
     ours = [episode(task, 0, passed=task % 2 == 0, **scores) for task in range(6)]
     ours[5] |= {"screenshot": png(), "solution_screenshot": png(), "leak": 0.9}
     texts = ["Why?", "Why?", "Why?", "Needle in the hay?", "Why?", "Why?"]
     theirs = [episode(task, 0, passed=False, text=text) for task, text in enumerate(texts)]
     theirs[4] |= {"error": "server gone", "reward": None, "success": None}
-    return write_report(folder, "--metrics", f"critic={metrics}", ours=ours, theirs=theirs)
+    theirs[5]["dialogue_history"][-1] = {"role": "assistant", "content": "And the unit?"}
+    metrics = [f"critic={write_critic(folder / 'critic')}", f"ours={write_sweet(folder / 'ours')}"]
+    return write_report(folder, "--metrics", *metrics, ours=ours, theirs=theirs)
 
 
 def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(browser, report):
     browser.open(report.as_uri())
-    assert browser.text("#count") == "12 of 12" and browser.count(".row") == 12
-    assert "Success %" in browser.text("table") and browser.count("#charts svg") == 3
+    assert browser.text("#count") == "12 of 12 dialogues, 6 of 6 tasks"
+    assert browser.count(".row") == 12 and browser.count(".task") == 6
+    assert browser.count("#results figure") == 4 and browser.count("#training figure") == 5
     assert browser.complaints() == []
+
+
+# -----------------------------------------------------------------------------
+# What is told before any table
+
+
+def test_first_sentence_says_who_won_and_that_it_is_not_settled(browser, report, tmp_path):
+    browser.open(report.as_uri())
+    first = browser.text("#sentences p")
+    assert first.startswith("The winner is not settled: ours solves 50.0 % [")
+    assert "theirs solves 0.0 % [" in first and "sign test p = 0.5" in first
+    assert "on the 5 tasks that both finished" in first  # theirs has an error on one
+    settled = write_report(tmp_path, a=[episode(task, 0) for task in range(9)],
+                           b=[episode(task, 0, passed=False) for task in range(9)])
+    browser.open(settled.as_uri())
+    assert browser.text("#sentences p").startswith("a wins: a solves 100.0 % [70.1, 100.0] of the"
+                                                   " tasks, 100.0 points [40.2, 100.0] more than b")
+
+
+def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
+    write_run(tmp_path / "trained", [], method="mtdpo", model="some/base", lr=1e-6)
+    rows = [episode(0, 0, agent=str(tmp_path / "trained"), human="scripted")]
+    for name, turns in (("ours", 10), ("single", 1)):
+        run = {"flags": {"tasks": "test.jsonl", "judge": "fixed", "max_turns": turns,
+                         "require_protection": True}, "inputs": {}, "commit": "abc1234"}
+        (tmp_path / f"{name}.jsonl.run.json").write_text(json.dumps(run))
+    browser.open(write_report(tmp_path, ours=rows, single=rows).as_uri())
+    ours, single = browser.each("#policies p", "e.innerText")
+    assert ours == "ours – multi-turn DPO on pairs of whole dialogues, from some/base"
+    assert single.endswith("from some/base; in one turn")
+    assert browser.run("document.getElementById('run').open") is False
+    browser.run("document.getElementById('run').open = true")
+    facts = browser.text("#run dl")
+    for part in (str(tmp_path / "trained"), "test.jsonl", "scripted", "fixed", "abc1234", "20",
+                 "train_policy.py --method mtdpo --model some/base --lr 1e-06",
+                 "--max_turns 10 --require_protection"):
+        assert part in facts
+
+
+def test_a_policy_that_is_played_here_names_its_command_and_file(browser, tmp_path):
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted"]
+    output = ["--output", str(tmp_path), "--report", str(tmp_path / "report.html")]
+    evaluate.main(evaluate.parse_args([*flags, *output, "--draws", "200"]))
+    browser.open((tmp_path / "report.html").as_uri())
+    facts = browser.run("document.querySelector('#run dl').textContent")
+    assert f"{tmp_path}/scripted.jsonl" in facts and "--num_tasks 2" in facts
+    assert "Commit" in facts and browser.text("#count").startswith("2 of 2 dialogues")
+
+
+def test_charts_and_pairs_stand_before_any_table(browser, report):
+    browser.open(report.as_uri())
+    order = browser.each("section[id]", "e.id")
+    assert order.index("numbers") > max(map(order.index, ("results", "critic", "examples")))
+    tables = browser.each("table", "e.closest('figure, section').tagName")
+    assert tables.index("SECTION") > 0  # those in figures are folded values
+    assert browser.each("#results details", "e.open") == [False] * 4
+
+
+def test_turns_and_endings_are_stacked_by_their_share(browser, report):
+    browser.open(report.as_uri())
+    titles = browser.each("#results figcaption", "e.innerText")
+    assert titles == ["Success %, with 95 % intervals", "What the turns are, %",
+                      "How episodes end, %", "Solved within so many turns"]
+    turns, endings = "#results figure:nth-of-type(2)", "#results figure:nth-of-type(3)"
+    assert browser.each(f"{turns} .legend span", "e.innerText") == ["useful question",
+                                                                    "wrong answer"]
+    tips = browser.each(f"{endings} rect", "e.textContent")
+    assert tips == ["ours, solved: 50.0 %", "ours, wrong answer: 50.0 %",
+                    "theirs, wrong answer: 66.7 %", "theirs, no answer: 16.7 %",
+                    "theirs, error: 16.7 %"]
+    widths = browser.each(f"{endings} rect", "e.width.baseVal.value")
+    assert widths[2] == pytest.approx(4 * widths[3], rel=0.1)
+    colours = browser.each(f"{endings} .swatch", "getComputedStyle(e).backgroundColor")
+    assert len(set(colours)) == 4
+
+
+def toy_rows(questions, success=True):
+    """Episodes of the embedded world that ask `questions` and then answer, where they do."""
+    rows = []
+    for task in backend_tasks("test", 12):
+        history = [{"role": "user", "content": task["problem_description"]}]
+        for question in questions:
+            history += [{"role": "assistant", "content": question},
+                        {"role": "user", "content": "No wish there."}]
+        if success:
+            content = "I WANT TO ANSWER:\n" + task["ground_truth"]
+            history.append({"role": "assistant", "content": content})
+        else:
+            history.pop()
+        rows.append({
+            "task": task, "sample": 0, "dialogue_history": history, "answer": "x",
+            "reward": float(success), "reasons": {}, "leak": 0.0,
+            "advantages": [-0.1 * (i + 1) for i in range(len(history) // 2 - 1)] + [0.3]})
+    return rows
+
+
+def test_questions_on_the_last_turn_are_called_so(browser, tmp_path):
+    policies = {"answers": toy_rows(["Tell me the frame."]),
+                "asks": toy_rows(["Tell me the frame."] * 2, success=False)}
+    browser.open(write_report(tmp_path, **policies).as_uri())
+    assert "question on the last turn" in browser.text("#results figure:nth-of-type(2) .legend")
+    assert "early answer" not in browser.text("#results")
+    browser.set("policy", "asks")
+    notes = browser.each(".assistant small", "e.innerText")
+    assert "true credit: question on the last turn · last turn, without an answer" in notes[1]
+    assert "no answer · " in browser.text(".row span") or "no answer" in browser.text("#episode")
+
+
+def test_success_by_requirements_and_by_turn(browser, tmp_path):
+    browser.open(write_report(tmp_path, ours=toy_rows(["Tell me the frame."])).as_uri())
+    titles = browser.each("#results figcaption", "e.innerText")
+    assert titles[3:] == ["Success by number of requirements", "Solved within so many turns"]
+    needed = browser.each("#results figure:nth-of-type(4) tbody tr",
+                          "e.cells[1].textContent.trim()")
+    assert set(needed) <= {"2", "3", "4", "5"} and len(needed) == len(set(needed)) > 1
+    by_turn = browser.each("#results figure:nth-of-type(5) tbody tr",
+                           "[...e.cells].map(cell => cell.textContent.trim())")
+    assert by_turn == [["ours", "1", "0"], ["ours", "2", "100"]]
+
+
+def test_critic_is_measured_on_held_out_pairs_by_kind_and_against_true_credit(browser, tmp_path):
+    rows = toy_rows(["Tell me the frame.", "Tell me the frame.", "Tell me the frame."])
+    critic = write_critic(tmp_path / "critic")
+    browser.open(write_report(tmp_path, "--metrics", str(critic), ours=rows).as_uri())
+    titles = browser.each("#critic figcaption", "e.innerText")
+    assert titles == ["critic: the better one ranked higher, %", "Advantage against true credit"]
+    values = browser.each("#critic figure:first-of-type tbody tr",
+                          "[...e.cells].map(cell => cell.textContent.trim())")
+    assert values == [["held-out pairs of dialogues (50)", "90.0 [78.6, 95.7]"],
+                      ["AUC, any two candidates", "95.0"], ["AUC, two questions", "75.0"]]
+    colours = browser.each("#critic .line, #results figure:first-of-type rect",
+                           "getComputedStyle(e)[e.tagName === 'rect' ? 'fill' : 'stroke']")
+    assert len(set(colours)) == 2  # all policies together have a colour of their own
+    helpful = browser.each("#critic figure:last-of-type tbody tr",
+                           "Number.parseFloat(e.cells[2].textContent)")
+    assert helpful[0] == 0 < helpful[-1]  # repeated questions against right answers
+
+
+def test_real_tasks_show_the_advantage_by_turn(browser, tmp_path):
+    rows = [episode(task, 0, advantages=[0.2, -0.1 - task / 10]) for task in range(4)]
+    browser.open(write_report(tmp_path, ours=rows).as_uri())
+    chart = "#results figure:nth-of-type(2)"
+    assert browser.text(f"{chart} figcaption") == "Critic's advantage by turn"
+    means = browser.each(f"{chart} tbody tr",
+                         "[...e.cells].slice(1).map(cell => Number.parseFloat(cell.textContent))")
+    assert means == [[1, 0.2], [2, -0.25]]
+
+
+def test_three_pairs_show_what_the_policy_learns_from(browser, report):
+    browser.open(report.as_uri())
+    titles = browser.each("#pairs h3", "e.innerText")
+    assert [title.split(",")[0] for title in titles] == [
+        "A wide difference", "The median difference", "A narrow difference"]
+    advantages = browser.each("#pairs .assistant small", "Number(e.innerText.split(' ')[1])")
+    gaps = [a - b for a, b in zip(advantages[::2], advantages[1::2], strict=True)]
+    assert gaps == sorted(gaps, reverse=True) and gaps[-1] > 0
+    assert [float(title.split(", ")[1]) for title in titles] == pytest.approx(gaps, abs=0.002)
+    shades = browser.each("#pairs .assistant", "getComputedStyle(e).backgroundColor")
+    assert len(set(shades)) == 2 and "Which unit?" in browser.text("#pairs .chosen")
+
+
+# -----------------------------------------------------------------------------
+# Tables
+
+
+def cells_of(browser, table):
+    return browser.each(f"{table} tbody tr", "[...e.cells].map(cell => cell.innerText.trim())")
 
 
 def test_table_shows_the_numbers_of_the_markdown_table(browser, report):
     browser.open(report.as_uri())
-    drawn = browser.each("tbody tr", "[...e.cells].map(cell => cell.innerText.trim())")
-    lines = report.with_name("results.md").read_text().splitlines()[2:]
+    drawn = cells_of(browser, "#tables > .scroll:first-child")
+    lines = report.with_name("results.md").read_text().splitlines()[2:4]
     assert drawn == [line.strip("| ").split(" | ") for line in lines]
-    assert "backend · 6 tasks · 95 % bootstrap intervals over tasks, 200 draws" in (
-        browser.text("#subtitle"))
+    assert "backend · 6 tasks · 12 episodes" in browser.text("#subtitle")
+    assert "95 % intervals over tasks, 200 bootstrap draws" in browser.text("#subtitle")
+
+
+def test_policies_are_rows_with_tasks_and_episodes_and_zero_columns_fold(browser, tmp_path):
+    rows = [episode(task, sample) for task in range(2) for sample in range(2)]
+    browser.open(write_report(tmp_path, ours=rows, theirs=rows).as_uri())
+    assert browser.each("#tables > .scroll th", "e.innerText")[:4] == [
+        "Policy", "Tasks", "Episodes", "Success %"]
+    drawn = cells_of(browser, "#tables > .scroll")
+    assert [row[:4] for row in drawn] == [[name, "2", "4", "100.0 [34.2, 100.0]"]
+                                         for name in ("ours", "theirs")]
+    assert browser.text("#tables summary") == "Zero for every policy"
+    assert browser.run("document.querySelector('#tables details').open") is False
+    folded = browser.each("#tables details th", "e.textContent")
+    assert folded[3:] == ["No answer %", "Errors %", "Leaking %"]
 
 
 def test_comparisons_have_a_table_of_their_own(browser, tmp_path):
-    theirs = tmp_path / "theirs.jsonl"
-    theirs.write_text(json.dumps(episode(0, 0, passed=False)) + "\n")
+    theirs = write_lines(tmp_path / "theirs.jsonl", [episode(0, 0, passed=False)])
     report = write_report(tmp_path, "--against", str(theirs), ours=[episode(0, 0)])
     browser.open(report.as_uri())
-    assert browser.each("#tables h2", "e.innerText") == ["Compared on the same tasks"]
-    rows = browser.each("#tables table:last-of-type tbody tr", "e.innerText")
-    assert [row for row in rows if "ours − theirs" in row and "1 / 0 / 0" in row]
+    assert browser.each("#tables h3", "e.innerText") == ["Success % compared on the same tasks"]
+    (row,) = cells_of(browser, "#tables > .scroll:nth-of-type(2)")
+    assert row[0] == "ours − theirs" and row[2:4] == ["not settled", "1 / 0 / 0"]
+    folded = browser.each("#tables summary", "e.innerText")
+    assert folded[-1] == "Tests passed % compared on the same tasks"
+
+
+# -----------------------------------------------------------------------------
+# Charts
 
 
 def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(browser, report):
     browser.open(report.as_uri())
-    chart = "figure:nth-of-type(1)"
+    chart = "#results figure:nth-of-type(1)"
     assert browser.text(f"{chart} figcaption") == "Success %, with 95 % intervals"
     widths = browser.each(f"{chart} rect", "e.width.baseVal.value")
     labels = browser.each(f"{chart} text", "e.textContent")
-    assert labels == ["ours", "50.0", "theirs", "0.0"] and widths[0] > widths[1] == 0
+    assert labels[::2] == ["ours", "theirs"] and widths[0] > widths[1] == 0
+    assert labels[1].startswith("50.0 [") and labels[3].startswith("0.0 [0.0, ")
     ends = browser.each(f"{chart} .whisker", "[...e.points].map(point => point.x)")[0]
     assert ends[0] < 8 + widths[0] < ends[1]
     results = json.loads(report.with_name("results.json").read_text())
@@ -202,20 +424,78 @@ def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(browser, report
     assert ends == pytest.approx([8 + scale * number["low"], 8 + scale * number["high"]], abs=0.1)
 
 
-def test_lines_have_a_legend_an_axis_and_a_point_for_each_value(browser, report):
+def test_lines_have_a_legend_axes_and_a_point_for_each_value(browser, report):
     browser.open(report.as_uri())
-    turns, loss = "figure:nth-of-type(2)", "figure:nth-of-type(3)"
-    titles = browser.each("figcaption", "e.innerText")
-    assert titles[1:] == ["Turns per episode, % of episodes", "train/loss"]
-    assert browser.each(f"{turns} .legend span", "e.innerText") == ["ours", "theirs"]
-    assert browser.each(f"{turns} .axis", "e.textContent") == ["turns"]
-    assert browser.each(f"{turns} .line", "e.points.length") == [2, 2]  # 0 % one turn, 100 % two
-    assert browser.each(f"{loss} .legend span", "e.innerText") == ["critic"]
-    assert browser.each(f"{loss} .axis", "e.textContent") == ["step"]
-    (heights,) = browser.each(f"{loss} .line", "[...e.points].map(point => -point.y)")
+    chart = "#results figure:nth-of-type(4)"
+    assert browser.each(f"{chart} .legend span", "e.innerText") == ["ours", "theirs"]
+    assert browser.each(f"{chart} .axis", "e.textContent") == ["% of episodes", "turns"]
+    assert browser.each(f"{chart} .legend ~ * .line, {chart} > svg .line", "e.points.length") == [
+        2, 2]
+    ticks = browser.each(f"{chart} > svg text[text-anchor=middle]", "e.textContent")
+    assert ticks == ["1", "2", "turns"]  # turns are whole
+
+
+def test_each_training_curve_has_a_title_a_unit_and_axes_of_its_own(browser, report):
+    browser.open(report.as_uri())
+    assert browser.each("#training h3", "e.innerText") == ["critic", "ours"]
+    assert browser.each("#training > .charts figcaption", "e.innerText") == [
+        "Loss", "Loss", "Training pairs ranked right", "Margin of chosen over rejected"]
+    assert browser.each("#training > details figcaption", "e.textContent") == [
+        "Negative log-likelihood of the chosen side"]
+    assert browser.each("#training .axis.y", "e.textContent") == [
+        "nats", "nats", "%", "nats", "nats a token"]
+    assert browser.each("#training .axis.x", "e.textContent")[:2] == [
+        "step", "step, mean of 3 steps"]
+    heights = browser.each("#training figure:first-of-type .line",
+                           "[...e.points].map(point => -point.y)")[0]
     assert len(heights) == 9 and heights == sorted(heights, reverse=True)
-    colours = browser.each(f"{turns} .line, {loss} .line", "getComputedStyle(e).stroke")
-    assert len(set(colours)) == 3
+
+
+def luminance(colour):
+    """Relative luminance of a colour as WCAG defines it; colour: rgb(...) text."""
+    channels = [int(number) / 255 for number in re.findall(r"\d+", colour)[:3]]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+              for value in channels]
+    return sum(weight * value
+               for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast_of(colour, other):
+    bright, dark = sorted((luminance(colour), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_policy_has_one_colour_everywhere_that_contrasts(browser, report, dark):
+    browser.open(report.as_uri(), dark=dark)
+    bars = browser.each("#results figure:first-of-type rect", "getComputedStyle(e).fill")
+    assert browser.each("#policies strong", "e.innerText") == ["ours", "theirs", "critic"]
+    lines = browser.each("#results figure:last-of-type > svg .line", "getComputedStyle(e).stroke")
+    curves = browser.each("#training figure > svg .line", "getComputedStyle(e).stroke")
+    assert bars == lines and len({*bars, curves[0]}) == 3 and set(curves[1:]) == {bars[0]}
+    page = browser.run("getComputedStyle(document.body).backgroundColor")
+    groups = [[f"c{number}" for number in range(8)],
+              ["useful", "right", "wasted", "repeated", "early", "wrong", "cut"]]
+    for names in groups:
+        colours = browser.run(
+            f"{json.dumps(names)}.map(name => {{ const mark = make('i', `swatch ${{name}}`);"
+            " document.body.append(mark); return getComputedStyle(mark).backgroundColor; })")
+        assert len(set(colours)) == len(names)
+        assert min(contrast_of(colour, page) for colour in colours) >= 4.5
+
+
+def test_values_can_be_read_by_keyboard_and_screen_reader(browser, report):
+    browser.open(report.as_uri())
+    figures = browser.count("figure:has(svg)")
+    assert browser.count("figure > details > summary") == figures
+    named = browser.each("figure > svg", "[e.getAttribute('role'), e.getAttribute('aria-label')]")
+    assert all(role == "img" for role, _ in named)
+    assert "ours 50.0 [" in named[0][1] and "theirs 0.0 [" in named[0][1]
+    browser.run("document.querySelector('#results figure summary').focus()")
+    browser.press("Enter")
+    assert browser.run("document.querySelector('#results figure details').open") is True
+    (ours, _) = cells_of(browser, "#results figure:first-of-type")
+    assert ours[0] == "ours" and ours[1].startswith("50.0 [")
 
 
 def test_best_of_n_curve_comes_from_policies_that_name_their_candidates(browser, tmp_path):
@@ -223,11 +503,11 @@ def test_best_of_n_curve_comes_from_policies_that_name_their_candidates(browser,
     for n in (4, 1, 2):
         policies[f"p{n}"] = [episode(0, 0, passed=n > 1, best_of_n=n, scorer="critic")]
     browser.open(write_report(tmp_path, **policies).as_uri())
-    chart = "figure:nth-of-type(3)"
+    chart = "#results figure:last-of-type"
     assert browser.text(f"{chart} figcaption") == "Success % by number of candidates"
-    assert browser.each(f"{chart} .legend span", "e.innerText") == ["critic"]
-    (curve, *whiskers) = browser.each(f"{chart} .line", "[...e.points].map(p => [p.x, p.y])")
-    assert len(curve) == len(whiskers) == 3
+    assert browser.each(f"{chart} tbody tr", "e.cells[0].textContent.trim()") == ["critic"] * 3
+    (curve,) = browser.each(f"{chart} .line", "[...e.points].map(p => [p.x, p.y])")
+    assert len(curve) == browser.count(f"{chart} .spread") == 3
     (first, low), (second, high), (third, also_high) = curve
     assert second - first == pytest.approx(third - second) and second > first  # 1, 2, 4
     assert low > high == also_high  # from the top of the drawing: best of 1 solved nothing
@@ -244,11 +524,20 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
         row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
         rows.append(row)
     browser.open(write_report(tmp_path, ours=rows).as_uri())
-    assert browser.text("figcaption") == "Similarity × 100, with 95 % intervals"
-    assert browser.each("figure:nth-of-type(1) text", "e.textContent") == ["ours", "25.0"]
+    assert browser.text("#sentences p").startswith("ours reaches 25.0 [")
+    titles = browser.each("#results figcaption", "e.innerText")
+    assert titles == ["Similarity × 100, with 95 % intervals", "How episodes end, %",
+                      "Ended within so many turns"]
+    bar = browser.each("#results figure:nth-of-type(1) text", "e.textContent")
+    assert bar[0] == "ours" and bar[1].startswith("25.0 [")
+    assert browser.text("#results figure:nth-of-type(2) .legend") == "answered"
     titles = browser.each(".pages figcaption", "e.innerText")
     assert titles == ["Agent's page", "Solution page"]
     assert "·" in browser.text(".row b") and browser.complaints() == []
+
+
+# -----------------------------------------------------------------------------
+# Dialogues
 
 
 def test_filters_by_outcome_policy_and_text_narrow_the_list(browser, report):
@@ -264,15 +553,61 @@ def test_filters_by_outcome_policy_and_text_narrow_the_list(browser, report):
     assert "reward 0.50" in browser.text(".row")
 
 
+def test_tasks_are_listed_by_what_differs_with_their_policies_below(browser, report):
+    browser.open(report.as_uri())
+    titles = browser.each(".task .request", "e.innerText")
+    assert titles == [f"… {task}" for task in range(6)]  # they all begin "Write function number"
+    rows = browser.each(".task:first-child .row span", "e.innerText")
+    assert rows == ["ours · solved · 2 turns", "theirs · wrong answer · reward 0.50 · 2 turns"]
+
+
+def test_tasks_that_one_solves_and_another_fails_show_both_side_by_side(browser, report):
+    browser.open(report.as_uri())
+    options = browser.each("#contrast option", "e.innerText")
+    assert options == ["all tasks", "ours solved, theirs failed (3)"]
+    browser.set("contrast", '["ours","theirs"]')
+    assert browser.each(".task .request", "e.innerText") == ["… 0", "… 2", "… 4"]
+    titles = browser.each(".columns > section > h3:first-child", "e.innerText")
+    policies = [title.split()[0] for title in titles]
+    assert policies == ["ours", "theirs"]
+    left, right = browser.each(".columns > section", "e.getBoundingClientRect().toJSON()")
+    assert left["top"] == right["top"] and left["right"] <= right["left"]
+    browser.set("contrast", "")
+    assert browser.count(".columns.beside") == 0
+    browser.set("beside", "theirs")
+    assert browser.count(".columns.beside > section") == 2
+
+
+def test_no_match_leaves_nothing_stale(browser, report):
+    browser.open(report.as_uri())
+    assert "task0" in browser.text("#episode")
+    browser.set("search", "no such text")
+    assert browser.text("#episode") == "No dialogue matches." and browser.count(".row") == 0
+    browser.set("search", "needle")
+    assert "task3" in browser.text("#episode") and "theirs" in browser.text("#episode h3")
+    browser.set("search", "")
+    assert "task3" in browser.text("#episode")  # it matches, too, and the reader was there
+
+
+def test_equal_reasons_are_collapsed(browser, tmp_path):
+    row = episode(0, 0, passed=False, reasons={"test1": "wrong", "test2": "wrong"})
+    browser.open(write_report(tmp_path, ours=[row]).as_uri())
+    (group,) = browser.each("#episode details", "[e.open, e.firstChild.innerText]")
+    assert group[0] is False and group[1].endswith("2 tests – wrong")
+    assert browser.each("#episode details .test", "e.textContent") == ["test1  f(1)",
+                                                                       "test2  f(2)"]
+
+
 def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(browser, report):
     browser.open(report.as_uri())
     browser.set("policy", "ours")
     browser.run("document.querySelectorAll('.row')[1].click()")
     shown = re.sub(r"\s+", " ", browser.text("#episode"))
-    for part in ("task1 · sample 0", "unsolved", "advantage -0.100", "true credit: useful",
-                 "1 of 2 passed", "f(2) – timed out", "Yes, to two digits.", "Solution", "Answer"):
+    for part in ("task1", "sample 0", "wrong answer", "advantage -0.100",
+                 "true credit: useful question", "1 of 2 passed", "f(2) – timed out",
+                 "Yes, to two digits.", "Solution", "Answer"):
         assert part in shown
-    shades = browser.each(".assistant", "getComputedStyle(e).backgroundColor")
+    shades = browser.each("#episode .assistant", "getComputedStyle(e).backgroundColor")
     assert len(set(shades)) == 2 and browser.complaints() == []
 
 
@@ -329,16 +664,19 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     rows[1] |= {"error": HOSTILE, "reward": None, "success": None}
     rows[1]["task"]["task_id"] = "__proto__"
     name = "<img src=x onerror=alert(1)>"
-    report = write_report(tmp_path / "<b onclick=alert(1)>", **{name: rows})
+    flags = ["--metrics", str(write_sweet(tmp_path / name, text=HOSTILE))]
+    report = write_report(tmp_path / "<b onclick=alert(1)>", *flags, **{name: rows})
     browser.open(report.as_uri())
     rows = "document.querySelectorAll('.row')"
     browser.run(f"{rows}[1].click(); {rows}[0].click()")
+    browser.run("for (const part of document.querySelectorAll('details')) part.open = true")
     time.sleep(0.2)  # for handlers that must not run
-    assert browser.run("window.hacked") is None and browser.count("script") == 2
+    assert browser.run("window.hacked") is None and browser.count("script") == 3
     assert browser.count("a, iframe, [onerror], [onclick]") == 0 and browser.count("img") == 1
     shown = browser.run("document.getElementById('episode').textContent")
-    assert shown.count(HOSTILE) >= 6
-    assert name in browser.text("thead") and name in browser.text("#charts")
+    assert shown.count(HOSTILE) >= 6 and HOSTILE in browser.text("#pairs .chosen")
+    for part in ("#tables tbody", "#results", "#training", "#policies", "#sentences", "#run"):
+        assert name in browser.run(f"document.querySelector('{part}').textContent")
     requests = [event for event in browser.complaints() if event["method"] != "Log.entryAdded"]
     assert requests == []
 
@@ -357,27 +695,103 @@ def test_page_fits_its_width_and_text_contrasts(browser, report, width, dark):
     assert abs(ink - page) > 500 and (page < 200) == dark
 
 
-def test_thousand_episodes_open_quickly_below_20_megabytes(browser, tmp_path):
-    text, advantages = "word " * 700, [0.1, 0.2]
-    rows = [episode(task, sample, text=text, advantages=advantages)
-            for task in range(250) for sample in range(4)]
-    report = write_report(tmp_path, many=rows)
-    assert report.stat().st_size < 20_000_000
-    start = time.monotonic()
-    browser.open(report.as_uri())
-    assert browser.text("#count") == "1000 of 1000" and browser.count(".row") <= 120
+WORDS = """e => {
+  const broken = [], walker = document.createTreeWalker(e, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode, range = document.createRange();
+    for (const word of node.textContent.matchAll(/\\S+/g)) {
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(box => box.top)).size > 1) broken.push(word[0]);
+    }
+  }
+  return broken;
+}"""
+
+
+def test_no_word_breaks_on_a_phone(browser, report):
+    browser.open(report.as_uri(), width=390)
+    parts = ("#sentences", "#policies", "#tables", "#results", "#training", "#pairs", "#filters",
+             "#list", "#episode")
+    for part in parts:
+        assert (part, browser.run(f"({WORDS})(document.querySelector('{part}'))")) == (part, [])
+    tops = browser.each("#tables > .scroll tr:first-child td", "e.getBoundingClientRect().top")
+    assert tops == sorted(set(tops))  # a number a line
+
+
+def test_print_has_no_controls_and_dark_ink(browser, report):
+    browser.open(report.as_uri(), dark=True, media="print")
+    controls = "nav, button, form, select, input, #list, kbd, figure summary"
+    assert browser.count(controls) > 5
+    drawn = browser.each(controls, "e.getClientRects().length ? e.outerHTML : null")
+    assert [html for html in drawn if html] == []
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.text("#sentences p") and browser.text("#episode h2")
+    assert "2 tests – passed" in browser.text("#episode")
+
+
+def test_2500_episodes_open_within_a_second_in_5_megabytes(browser, tmp_path):
+    """Texts of a real task's length that hardly compress, as different words do."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(4000)]
+    scores = {"advantages": [0.1, 0.2]}
+    policies = {
+        name: [episode(task, 0, text=" ".join(draw.choices(words, k=250)), **scores)
+               for task in range(500)]
+        for name in "abcde"
+    }
+    report = write_report(tmp_path, **policies)
+    assert report.stat().st_size < 5_000_000
+    seconds = []
+    for _ in range(3):  # the best of three, as the machine may have other things to do
+        start = time.monotonic()
+        browser.open(report.as_uri())
+        seconds.append(time.monotonic() - start)
+    assert browser.text("#count") == "2500 of 2500 dialogues, 500 of 500 tasks"
+    assert browser.count(".row") <= 300 and min(seconds) < 1
     browser.set("search", "number 249")
-    assert browser.text("#count") == "4 of 1000" and time.monotonic() - start < 10
+    assert browser.text("#count").startswith("5 of 2500")
 
 
-def test_too_much_omits_screenshots_first_then_episodes():
-    run = [episode(task, 0, screenshot="A" * 5000, error=None) for task in range(10)]
+def unpacked(*arguments):
+    packed = evaluate.packed_episodes(*arguments)
+    return json.loads(zlib.decompress(base64.b64decode(packed))), len(packed)
+
+
+def test_too_much_omits_screenshots_first_then_whole_tasks():
+    draw = random.Random(0)
+    run = [episode(task, 0, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None)
+           for task in range(10)]
     policies = {"p": [run]}
-    size = len(evaluate.as_json(evaluate.browser_data(policies, 0.5)))
-    tight = evaluate.browser_data(policies, 0.5, room=size - 20_000)
-    tiny = evaluate.browser_data(policies, 0.5, room=4000)
+    whole, size = unpacked(policies, 0.5, 10**6)
+    assert len(whole["pictures"]) == 10 and whole["omitted"] == {"episodes": 0, "screenshots": 0}
+    tight, tight_size = unpacked(policies, 0.5, size - 8000)
     assert tight["omitted"]["episodes"] == 0 < tight["omitted"]["screenshots"] < 10
-    assert 0 < tiny["omitted"]["episodes"] < 10 and len(evaluate.as_json(tiny)) < 4200
+    assert len(tight["tasks"]) == 10 and tight_size <= size - 8000
+    tiny, tiny_size = unpacked(policies, 0.5, 650)
+    assert 0 < tiny["omitted"]["episodes"] < 10 and tiny["pictures"] == [] and tiny_size <= 650
+
+
+def test_a_picture_that_many_episodes_share_is_stored_once():
+    run = [episode(task, 0, screenshot="A", solution_screenshot="B", error=None)
+           for task in range(3)]
+    data, _ = unpacked({"p": [run]}, 0.5, 10**6)
+    assert data["pictures"] == ["A", "B"]
+
+
+def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, capsys):
+    metrics, report = write_sweet(tmp_path / "sweet"), tmp_path / "watched" / "report.html"
+    with open(metrics, "a") as file:
+        file.write('{"step": 40, "train/lo')  # the run still writes
+    evaluate.main(evaluate.parse_args(["--metrics", str(metrics), "--report", str(report)]))
+    told = ("sweet: step 39, loss 1.04 nats, training pairs ranked right 90 %,"
+            " margin of chosen over rejected 0.963 nats.")
+    assert told in capsys.readouterr().out
+    assert [path.name for path in report.parent.iterdir()] == ["report.html"]
+    browser.open(report.as_uri())
+    assert browser.text("#sentences") == told
+    assert browser.each("section[id]:not([hidden])", "e.id") == ["examples", "training"]
+    assert browser.count("#training figure") == 4 and browser.complaints() == []
 
 
 def test_page_is_one_file_with_a_policy_that_allows_nothing_else(report):
