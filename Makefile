@@ -16,7 +16,8 @@ test: .venv/ready # two halves side by side; what the second one printed comes l
 .venv/ready: requirements.txt tests/requirements.txt
 	$(PYTHON) -m venv .venv
 	@if [ -n "$(CPU_TORCH)" ] && [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
-		$(PIP) --retries 1 --timeout 15 --index-url $(CPU_TORCH) $$(grep '^torch==' requirements.txt) \
+		$(PIP) --retries 0 --timeout 15 --index-url $(CPU_TORCH) \
+			$$(grep '^torch==' requirements.txt) 2>/dev/null \
 		|| echo "$(CPU_TORCH) does not answer: torch comes from the usual index"; \
 	fi
 	$(PIP) -r requirements.txt -r tests/requirements.txt
