@@ -28,7 +28,8 @@ PROGRAMS = ("python", "torchrun", "make", "hf", "vllm", "pip")  # that shell blo
 README_WORDS = 1600
 
 # Described before they are there; empty this when they are
-NOT_YET = ("show", "--skip_unsolvable", "--save_minutes", "--checkpointing_every", "--stop_after")
+NOT_YET = ("show", "--skip_unsolvable", "--save_minutes", "--checkpointing_every", "--no-reshard",
+           "--length_window", "--stop_after")
 OTHERS_FLAGS = ("--generation-config", "--nproc_per_node", "--dry")  # of no Python script of ours
 MADE_BY_RUNS = ("agent_prompt.txt", "results.md", "state/", "runs/out/toy/report.html")
 
