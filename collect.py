@@ -336,6 +336,7 @@ class Process(typing.NamedTuple):
     rank: int
     world: int
     device: str | None
+    group: typing.Any = None  # of the collectives within a training step, see `join_processes`
 
     @property
     def leads(self):
@@ -354,13 +355,18 @@ class Process(typing.NamedTuple):
             torch.distributed.barrier()
 
 
-def join_processes(always=False):
+# Within a training step no rank waits for long, so one that is silent for so many minutes hangs.
+# With nccl, torch's watchdog then ends the process and says which collective timed out.
+STEP_MINUTES = 30
+
+
+def join_processes(training=False):
     """This process among those that torchrun started.
 
-    `always` makes a group of one process too, which sharding needs.
+    `training` adds the group of training steps, which a process alone has, too.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1 and not always:
+    if world == 1 and not training:
         return Process(rank, world, None)
     import torch
 
@@ -369,13 +375,16 @@ def join_processes(always=False):
     if cuda:
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
-        # ranks finish their share of the sampling hours apart; torchrun notices a rank that dies
+        # between steps, ranks may finish hours apart; torchrun notices one that dies
         options = {"timeout": datetime.timedelta(days=7)}
         if "RANK" not in os.environ:
             options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        torch.distributed.init_process_group(backend, **options)
-    return Process(rank, world, device)
+        torch.distributed.init_process_group("gloo", **options)
+    group = None
+    if training:
+        group = torch.distributed.new_group(
+            timeout=datetime.timedelta(minutes=STEP_MINUTES), backend="nccl" if cuda else "gloo")
+    return Process(rank, world, device, group)
 
 
 def launch(main, args):
@@ -400,6 +409,10 @@ def launch(main, args):
         if "Connection closed by peer" in message or "Connection reset by peer" in message:
             raise SystemExit("Another process of this run has ended; its message says why."
                              f" {advice}") from None
+        if "imed out waiting" in message:
+            raise SystemExit("Another process of this run has been silent for longer than a"
+                             f" training step may wait ({STEP_MINUTES} minutes); look at its"
+                             f" machine. {advice}") from None
         if "out of memory" not in message:
             raise
         raise SystemExit(

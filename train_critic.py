@@ -282,7 +282,7 @@ def critic_objective(model, items, settings):
 
 
 def main(args):
-    process = join_processes(always=True)
+    process = join_processes(training=True)
     output = Path(args.output)
     settings = CriticSettings(args.head, args.normalise, args.beta, args.nll)
 
@@ -320,7 +320,8 @@ def main(args):
         if args.head == "value":
             objective = functools.partial(value_objective, model)
         else:
-            precompute_reference(model, items + held_items, process, args.micro_batch_size)
+            precompute_reference(model, items + held_items, process, args.micro_batch_size,
+                                 output / REFERENCE)
             objective = functools.partial(critic_objective, model, settings=settings)
 
         # 4. steps
@@ -449,7 +450,7 @@ def load_critic(args, reader, process):
         model.dropout.p = 0.0  # ranks would draw different masks than one process
     else:
         model = load_trainable(args.model, process)
-    shard(model, process, args.checkpointing, args.dtype)
+    shard(model, process, shard_settings(args))
     return model
 
 
@@ -466,7 +467,8 @@ class LoopSettings(typing.NamedTuple):
     max_steps: int | None
     warmup: float
     max_norm: float
-    save_every: int
+    length_window: int
+    save_minutes: float
     seed: int
 
 
@@ -485,6 +487,8 @@ class TrainingLoop:
             fused=process.device != "cpu")  # the default takes 4 more bytes a parameter on a GPU
         # `steps` fills these in
         self.batches = []  # item indices of each step
+        self.save_at = 0.0  # on the leader's clock, when the next state is due
+        self.state_is_due = False
         self.steps_per_epoch = self.last = 0  # last: steps of this run, fewer with --max_steps
         self.log = None
         self.began = 0.0  # when the current step began
@@ -493,9 +497,14 @@ class TrainingLoop:
         """(step, batch of items), from where an earlier run stopped, with a progress bar."""
         settings, state = self.settings, self.settings.output / "state"
         self.steps_per_epoch = math.ceil(len(items) / settings.batch_size)
-        self.batches = plan_batches(len(items), settings)
+        self.batches = plan_batches([forward_shape(item) for item in items], settings)
         self.last = min(settings.max_steps or len(self.batches), len(self.batches))
+        idle = self.process.world - settings.batch_size
+        if idle > 0 and self.process.leads:
+            print(f"--batch_size {settings.batch_size} is smaller than the number of processes,"
+                  f" {self.process.world}: {idle} of them add nothing to a step")
         start = load_state(state, self.model, self.optimizer, self.process)
+        self.save_at = time.monotonic() + 60 * settings.save_minutes
         self.log = MetricsLog(settings.output / "metrics.jsonl", start, self.process)
         for step in self.log.progress(start, self.last):
             self.began = time.perf_counter()
@@ -526,9 +535,12 @@ class TrainingLoop:
             (loss * process.world).backward()
             for name, values in metrics.items():
                 sums[name] = sums.get(name, 0.0) + (values.detach() * weights).sum().double()
-        reduced = torch.stack(list(sums.values()))
-        torch.distributed.all_reduce(reduced)
-        metrics = dict(zip(sums, (reduced / total).tolist(), strict=True))
+        # the leader's clock says for all whether a state is due: clocks of nodes differ
+        due = process.leads and time.monotonic() >= self.save_at
+        reduced = torch.stack([*sums.values(), torch.tensor(float(due)).to(loss).double()])
+        torch.distributed.all_reduce(reduced, group=process.group)
+        self.state_is_due = reduced[-1].item() > 0
+        metrics = dict(zip(sums, (reduced[:-1] / total).tolist(), strict=True))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         metrics["optim/grad_norm"] = norm.item()
@@ -554,18 +566,20 @@ class TrainingLoop:
         if done == self.last:
             save = self.last < len(self.batches)  # cut: a larger --max_steps resumes it
         else:
-            save = done % self.settings.save_every == 0
+            save = self.state_is_due
         if save:
-            save_state(self.settings.output / "state", step + 1, self.model, self.optimizer,
+            save_state(self.settings.output / "state", done, self.model, self.optimizer,
                        self.process)
+            self.save_at = time.monotonic() + 60 * self.settings.save_minutes
 
     def discard_state(self):
         """After the checkpoint is saved, unless --max_steps has cut the run."""
-        state = self.settings.output / "state"
-        if self.process.leads and self.last == len(self.batches) and state.is_dir():
-            shutil.rmtree(partial_state(state), ignore_errors=True)
-            state.rename(partial_state(state))  # a kill leaves no half state behind
-            shutil.rmtree(partial_state(state), ignore_errors=True)
+        output = self.settings.output
+        if self.process.leads and self.last == len(self.batches):
+            (output / REFERENCE).unlink(missing_ok=True)
+            if (output / "state").is_dir():
+                (output / "state").rename(output / "state.done")  # a kill leaves no half state
+            remove_leftovers(output)
         self.process.barrier()
 
 
@@ -575,13 +589,27 @@ def forward_shape(item):
     return len(packs), max(len(pack.ids) for pack in packs)
 
 
-def plan_batches(count, settings):
-    """Item indices of each step: every epoch a new seeded order, known before the first step."""
+def plan_batches(lengths, settings):
+    """Item indices of each step: every epoch a new seeded order, known before the first step.
+
+    lengths: of each item. The ranks of a step meet in every layer, and so all wait for the longest
+    item. With `--length_window W`, items are therefore sorted by length within windows of W batches
+    of the shuffled order, and the batches are shuffled in turn.
+    """
     batches, size = [], settings.batch_size
+    window = settings.length_window * size
     for epoch in range(settings.epochs):
-        order = list(range(count))
-        random.Random(derive_seed(settings.seed, "order", epoch)).shuffle(order)
-        batches += [order[start:start + size] for start in range(0, count, size)]
+        draw = random.Random(derive_seed(settings.seed, "order", epoch))
+        order = list(range(len(lengths)))
+        draw.shuffle(order)
+        if settings.length_window > 1:
+            for start in range(0, len(order), window):
+                order[start:start + window] = sorted(order[start:start + window],
+                                                     key=lambda index: lengths[index])
+        of_epoch = [order[start:start + size] for start in range(0, len(order), size)]
+        if settings.length_window > 1:
+            draw.shuffle(of_epoch)
+        batches += of_epoch
     return batches
 
 
@@ -877,27 +905,51 @@ def load_trainable(path, process, auto_class="AutoModelForCausalLM", **options):
     return load_model(path, process.device, auto_class, dtype="auto", **options).float()
 
 
-def shard(model, process, checkpointing=None, dtype=None):
-    """FSDP2: each decoder layer and the root; fp32 weights that compute in `dtype`. In place."""
+class ShardSettings(typing.NamedTuple):
+    """How a model is spread over the ranks, and what a backward recomputes.
+
+    Arithmetic for an 8B Llama, 32 layers, in bf16. A layer keeps some 170 kB of activations a
+    token, a recomputed layer 8 kB: a pair of dialogues of 8,192 tokens takes 88 GB without
+    recomputation, 46 with every second layer, 4 with all. So all are recomputed by default; every
+    second one is faster where dialogues are short. Without resharding, every GPU keeps the gathered
+    weights, 16 GB, from forward to backward, and saves one gather of three.
+    """
+
+    dtype: str | None = None  # that models compute in; None: bf16 on GPUs
+    checkpointing_every: int | None = None  # None: 1 on GPUs, 0 on CPUs
+    reshard: bool = True
+
+
+def shard_settings(args):
+    return ShardSettings(args.dtype, args.checkpointing_every, args.reshard)
+
+
+def shard(model, process, settings):
+    """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if checkpointing is None:
-        checkpointing = process.device != "cpu"
-    if checkpointing:
+    layers = model.get_decoder().layers
+    every = settings.checkpointing_every
+    if every is None:
+        every = 0 if process.device == "cpu" else 1
+    if every:
         enable = getattr(model, "activation_checkpointing_enable",  # its newer name
                          model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = index % every == 0
     # transformers gives the pad token's embedding no gradient; where that token is a real one, too
     # (many models' end of text), it has to learn. Padding never reaches a loss here
     model.get_input_embeddings().padding_idx = None
     model.train()
-    dtype = compute_dtype(process.device, dtype)
+    dtype = compute_dtype(process.device, settings.dtype)
     if process.world == 1 and process.device == "cpu" and dtype == "float32":
         return  # nothing to share, and DTensors would slow small models down
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    mesh = torch.distributed.init_device_mesh(process.device.split(":")[0], (process.world,))
-    for layer in model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    mesh = DeviceMesh.from_group(process.group, process.device.split(":")[0])
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
@@ -964,12 +1016,8 @@ def no_grad(model):
 
 def check_same_items(items, process):
     """Stop if ranks hold other items, as when nodes read different copies of the input files."""
-    digest = hashlib.sha256()
-    for item in items:
-        rows = [(row.ids, row.turn_index) for row in item.rows]
-        digest.update(json.dumps([rows, item.pairs]).encode())
     digests = [None] * process.world
-    torch.distributed.all_gather_object(digests, digest.hexdigest())
+    torch.distributed.all_gather_object(digests, items_digest(items))
     others = [rank for rank, found in enumerate(digests) if found != digests[0]]
     if others:
         raise SystemExit(f"found other training items on the ranks {others} than on rank 0,"
@@ -977,16 +1025,47 @@ def check_same_items(items, process):
                          " candidates and tokenizer")
 
 
-def precompute_reference(model, items, process, micro_batch_size=1):
+def items_digest(items):
+    digest = hashlib.sha256()
+    for item in items:
+        rows = [(row.ids, row.turn_index) for row in item.rows]
+        digest.update(json.dumps([rows, item.pairs]).encode())
+    return digest.hexdigest()
+
+
+REFERENCE = "reference.json"  # in an output, until the run is complete
+
+
+def precompute_reference(model, items, process, micro_batch_size=1, path=None):
     """Fill `reference` of every row: its turns' log-prob sums under pi_ref.
 
-    The reference model is the one that training starts from, so this comes before the first step.
+    The reference model is the one that training starts from, so this comes before the first step. A
+    resumed run reads the sums from `path`.
     """
     rows = list({id(row): row for item in items for row in item.rows}.values())
-    found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
-                               micro_batch_size)
-    for row, (sums, _) in zip(rows, found, strict=True):
-        row.reference = sums
+    sums = None
+    if path:
+        digest = items_digest(items)
+        sums = load_reference(path, digest, process)
+    if sums is None:
+        found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
+                                   micro_batch_size)
+        sums = [sums_of_row for sums_of_row, _ in found]
+        if path and process.leads:
+            write_atomically(path, json.dumps({"items": digest, "sums": sums}))
+    for row, sums_of_row in zip(rows, sums, strict=True):
+        row.reference = sums_of_row
+
+
+def load_reference(path, digest, process):
+    """The sums that an earlier run of the same command left, or None; what the leader finds."""
+    found = [None]
+    if process.leads and path.is_file():
+        saved = json.loads(path.read_text())
+        if saved["items"] == digest:
+            found = [saved["sums"]]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
 
 
 # -----------------------------------------------------------------------------
@@ -1034,17 +1113,25 @@ def is_complete(output, max_steps, process):
         if to_resume:
             (output / "config.json").unlink()  # while files are replaced, nothing may open them
         else:
-            for name in ("state.old", "state.partial", "checkpoint.partial"):
-                shutil.rmtree(output / name, ignore_errors=True)  # a kill may have left them
+            remove_leftovers(output)
             print(f"{output}: this run is complete; nothing to do")
     process.barrier()
     return not to_resume
 
 
+def remove_leftovers(output):
+    """What a kill may have left of states and checkpoints that were being written or removed."""
+    for path in [*output.glob("state.*"), output / "checkpoint.partial"]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def save_state(folder, step, model, optimizer, process):
     """What an exact resume needs; each rank writes its shards. Only a whole folder gets its name.
+
+    While it is written, a state has a name of its own: NFS clients remember names for a while, and
+    under one that was used before, a node could write into the state that is still good.
     """
-    partial = partial_state(folder)
+    partial = folder.with_name(f"state.{step}.partial")
     if process.leads:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -1058,6 +1145,7 @@ def save_state(folder, step, model, optimizer, process):
         torch.save(state, partial / f"rank{process.rank}.pt")
     process.barrier()
     if process.leads:
+        wait_for_files(partial, process.world)
         old = folder.with_name("state.old")
         if folder.exists():  # else a kill came between the two renames, and `old` is all there is
             shutil.rmtree(old, ignore_errors=True)
@@ -1066,9 +1154,14 @@ def save_state(folder, step, model, optimizer, process):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def partial_state(folder):
-    """The name of a state that is being written or removed."""
-    return folder.with_name("state.partial")
+def wait_for_files(folder, count, patience=120):
+    """Wait until this node sees the files of all ranks; NFS may show them late."""
+    deadline = time.monotonic() + patience
+    while (found := len(list(folder.iterdir()))) < count:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{folder}: found the files of {found} processes, expected {count};"
+                             " all nodes need the same --output folder")
+        time.sleep(1)
 
 
 def load_state(folder, model, optimizer, process):
@@ -1332,7 +1425,8 @@ def toy_credit_metrics(output, episodes, args, device):
 # -----------------------------------------------------------------------------
 # Command line
 
-COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing", "save_every")
+COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing_every", "reshard",
+              "save_minutes", "stop_after")
 
 
 def add_training_flags(parser, epochs, epochs_help="passes over the data"):
@@ -1370,16 +1464,23 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add("--warmup", type=float, default=0.03, help="share of the steps that warm up")
     add("--max_norm", type=float, default=1.0, help="gradient clipping")
     add_dtype_flag(group)
-    add("--checkpointing", action=argparse.BooleanOptionalAction, default=None,
-        help="recompute activations in the backward (default: on GPUs)")
-    add("--save_every", type=int, default=200, help="steps between saved training states")
+    add("--length_window", type=int, default=1,
+        help="sort items by length within windows of so many batches, so that ranks wait less"
+        " (1: plain shuffle)")
+    add("--checkpointing_every", type=int, metavar="N",
+        help="recompute the activations of every N-th layer in the backward; 0: of none (default: 1"
+        " on GPUs, 0 on CPUs)")
+    add("--reshard", action=argparse.BooleanOptionalAction, default=True,
+        help="free the gathered weights of a layer between forward and backward")
+    add("--save_minutes", type=float, default=20, help="minutes between saved training states")
     add("--seed", type=int, default=0, help="of data order, hold-out and sampling")
 
 
 def check_training_flags(args):
     require_at_least(1, args, "batch_size", "micro_batch_size", "epochs", "max_length",
-                     "save_every", "max_steps")
-    require_at_least(0, args, "lr", "beta", "nll", "margin", "max_norm", "success_reward")
+                     "max_steps", "length_window")
+    require_at_least(0, args, "lr", "beta", "nll", "margin", "max_norm", "success_reward",
+                     "checkpointing_every", "save_minutes")
     for name in ("warmup", "holdout"):
         if not 0 <= getattr(args, name, 0) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a share of at least 0"

@@ -42,10 +42,11 @@ from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
-    COST_FLAGS, Critic, Item, Reader, TrainingLoop, add_training_flags, candidate_rows,
+    COST_FLAGS, REFERENCE, Critic, Item, Reader, TrainingLoop, add_training_flags, candidate_rows,
     check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs, is_complete,
     known, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
-    precompute_reference, reference_table, save_checkpoint, shard, succeeded, turn_sums)
+    precompute_reference, reference_table, save_checkpoint, shard, shard_settings, succeeded,
+    turn_sums)
 
 # -----------------------------------------------------------------------------
 # The equation
@@ -125,14 +126,19 @@ def candidate_items(reader, ranked_states, settings):
         draw = random.Random(derive_seed(settings.seed, "pairs", *candidate_key(state)))
         pairs = make_pairs(state["candidates"], state["advantages"], settings.pairing,
                            settings.pairs_per_state, draw, gap)
+        if not pairs:
+            continue
+        used = sorted({index for pair in pairs for index in pair})
+        candidates = [(state["candidates"][i], state["finished"][i]) for i in used]
+        rows = candidate_rows(reader, state["messages"], candidates)
+        if rows is None:
+            too_long += len(pairs)
+            continue
+        row_of = dict(zip(used, rows, strict=True))
         for group in group_pairs(pairs, settings.share):
-            used = sorted({index for pair in group for index in pair})
-            candidates = [(state["candidates"][i], state["finished"][i]) for i in used]
-            rows = candidate_rows(reader, state["messages"], candidates)
-            if rows is None:
-                too_long += len(group)
-                continue
-            items.append(Item(rows, [(used.index(a), used.index(b)) for a, b in group]))
+            members = sorted({index for pair in group for index in pair})
+            items.append(Item([row_of[index] for index in members],
+                              [(members.index(a), members.index(b)) for a, b in group]))
     return items, {"states": len(ranked_states),
                    "pairs": sum(len(item.pairs) for item in items), "pairs_too_long": too_long}
 
@@ -179,7 +185,7 @@ def supervised_objective(model, items, mean_length):
 
 
 def main(args):
-    process = join_processes(always=True)
+    process = join_processes(training=True)
     output = Path(args.output)
     episodes, failed = load_episodes(args.episodes, args.agent_prompt)
     tokenizer = open_tokenizer(args, episodes)
@@ -190,6 +196,10 @@ def main(args):
               *records(args.model, args.critic)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
     if is_complete(output, args.max_steps, process):
+        return
+
+    if args.stop_after == "sampling":  # the rest then finds the candidates on disk
+        sample_states(args, episodes, process)
         return
 
     # 1. what the policy learns from
@@ -207,7 +217,7 @@ def main(args):
     # 2. the model. No step has been taken yet: now it is pi_ref
     model = open_model(args, tokenizer, process)
     if args.method in ("sweet", "mtdpo"):
-        precompute_reference(model, items, process, args.micro_batch_size)
+        precompute_reference(model, items, process, args.micro_batch_size, output / REFERENCE)
         settings = DpoSettings(args.beta, args.nll, args.loss)
         objective = functools.partial(dpo_objective, model, settings=settings)
     else:
@@ -250,6 +260,17 @@ def method_items(args, reader, episodes, process):
 
 def rank_candidates(args, episodes, process):
     """The file of ranked candidates: sample the policy in every state, then ask the critic."""
+    # candidates a ~ pi(. | o_t) of each state
+    rows = sample_states(args, episodes, process)
+
+    # A(o_t, a, c) of each: `Critic.score` puts c in front and applies Eq. (3) to that one turn
+    critic = CriticSource(args.critic, args.reference, args.dtype)
+    tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
+    return score_candidates(rows, tasks, critic, args.output, process)
+
+
+def sample_states(args, episodes, process):
+    """Rows of candidates for every turn of a share of the tasks."""
     groups = group_by_task(episodes)
     task_ids = sorted(groups)
     random.Random(derive_seed(args.seed, "fraction")).shuffle(task_ids)
@@ -266,16 +287,10 @@ def rank_candidates(args, episodes, process):
                          f" --data_fraction {args.data_fraction} with --states {args.states},"
                          " expected at least one; raise the fraction or take all states")
 
-    # candidates a ~ pi(. | o_t) of each state
     settings = SpeakerSettings(args.sampler_model, args.temperature, args.max_new_tokens,
                                args.sampling_batch_size, process.device, args.dtype)
     sampling = Sampling(args.sampler or args.model, settings, args.num_candidates, args.seed)
-    rows = sample_candidates(states, sampling, args.output, process)
-
-    # A(o_t, a, c) of each: `Critic.score` puts c in front and applies Eq. (3) to that one turn
-    critic = CriticSource(args.critic, args.reference, args.dtype)
-    tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
-    return score_candidates(rows, tasks, critic, args.output, process)
+    return sample_candidates(states, sampling, args.output, process)
 
 
 # The algorithm ends here. What follows is how candidates are made, stored and read.
@@ -388,7 +403,7 @@ def open_model(args, tokenizer, process):
         model = toy_model(tokenizer, args.seed)
     else:
         model = load_trainable(args.model, process)
-    shard(model, process, args.checkpointing, args.dtype)
+    shard(model, process, shard_settings(args))
     return model
 
 
@@ -465,7 +480,8 @@ def is_prompt(messages):
 # Command line
 
 SAMPLING_FLAGS = ("data_fraction", "states", "states_per_task", "num_candidates", "temperature",
-                  "max_new_tokens", "sampling_batch_size", "sampler", "sampler_model", "reference")
+                  "max_new_tokens", "sampling_batch_size", "sampler", "sampler_model", "reference",
+                  "stop_after")
 PAIRING_FLAGS = ("pairs_per_state", "pairing", "min_gap")
 SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, *PAIRING_FLAGS)
 IGNORED = {  # flags that would do nothing
@@ -495,10 +511,14 @@ def parse_args(argv=None):
     add("--num_candidates", type=int, default=16, help="candidates of a state")
     add("--temperature", type=float, default=1.0, help="of the candidates")
     add("--max_new_tokens", type=int, default=1024, help="of a candidate")
-    add("--sampling_batch_size", type=int, default=64, help="candidates sampled at the same time")
+    add("--sampling_batch_size", type=int, default=64,
+        help="candidates sampled at the same time; with --sampler, states in flight")
     add("--sampler", help="server that samples for the policy, http://host:port/v1 (default:"
         " --model here)")
     add("--sampler_model", help="model name to ask that server for")
+    add("--stop_after", choices=("sampling",),
+        help="end once all candidates are sampled, so that their server can make room; the same"
+        " command without this flag continues")
     add("--reference", choices=("privileged", "plain"), default="privileged",
         help="whether the reference of the ranking sees the solution (paper) or not (official)")
     add = parser.add_argument_group("pairs of candidates (sweet)").add_argument

@@ -106,11 +106,12 @@ def shared_prompts_attention(module, query, key, value, attention_mask, scaling=
     prompt_values, own_values, cache = value
     query = query.squeeze(2).unflatten(1, (own_keys.shape[1], -1)) * scaling  # (R, H, Q, D)
 
-    prompt_scores = cache.unstack_samples(cache.stack_samples(query) @ prompt_keys.mT)
-    scores = torch.cat([prompt_scores, query @ own_keys.mT], -1)  # (R, H, Q, P + T)
+    query = query.float()  # bf16 scores would be wrong by 1 % after the softmax
+    prompt_scores = cache.unstack_samples(cache.stack_samples(query) @ prompt_keys.mT.float())
+    scores = torch.cat([prompt_scores, query @ own_keys.mT.float()], -1)  # (R, H, Q, P + T)
     if attention_mask is not None:  # (R, 1, 1, P + T)
         scores = scores.masked_fill(~attention_mask, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32).to(own_values)
+    weights = scores.softmax(-1).to(own_values)
 
     prompt_weights, own_weights = weights.split([prompt_keys.shape[2], own_keys.shape[2]], -1)
     from_prompt = cache.unstack_samples(cache.stack_samples(prompt_weights) @ prompt_values)

@@ -151,7 +151,7 @@ def build_world(quick, folder):
                                      "--output", "o", "--max_length", str(MAX_LENGTH)])
     record = {"flags": vars(flags), "inputs": {}}
     (folder / "critic" / "run.json").write_text(json.dumps(record))
-    return World(tokenizer, *models, folder, join_processes(always=True))
+    return World(tokenizer, *models, folder, join_processes(training=True))
 
 
 def words(count, draw):

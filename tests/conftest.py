@@ -85,8 +85,8 @@ def byte_tokenizer(template="llama3"):
     return fast
 
 
-def tiny_model(tokenizer, family="llama", tied=False, seed=0):
-    """A random model of two layers."""
+def tiny_model(tokenizer, family="llama", tied=False, seed=0, layers=2):
+    """A random model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def tiny_model(tokenizer, family="llama", tied=False, seed=0):
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

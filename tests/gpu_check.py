@@ -30,6 +30,7 @@ from train_critic import (
     pack_rows,
     pair_items,
     precompute_reference,
+    ShardSettings,
     shard,
 )
 from train_policy import DpoSettings, dpo_objective
@@ -191,7 +192,7 @@ def report_policy(bench, dry):
 
 def report_steps(args, tokenizer, process, peak):
     model = random_llama(args.dry, args.layers, torch.float32, process.device)
-    shard(model, process, checkpointing=True)
+    shard(model, process, ShardSettings(checkpointing_every=1))
     bench = Bench(tokenizer, model, process, peak)
     print("| step | tokens | s | tokens/s | MFU | peak GB | attention kernels |"
           "\n|---|---|---|---|---|---|---|", flush=True)
@@ -263,7 +264,7 @@ def parse_args(argv=None):
 
 
 def main(args):
-    process = join_processes(always=True)
+    process = join_processes(training=True)
     name = "CPU (dry: no figure here is a GPU's)"
     if process.device != "cpu":
         name = torch.cuda.get_device_name()

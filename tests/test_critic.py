@@ -37,7 +37,7 @@ SUMS = CriticSettings(head="logratio", normalise="none", beta=1.0, nll=0.0)
 @pytest.fixture
 def process():
     """This process as a group of one, which is what the trainers start from."""
-    join_processes(always=True)
+    join_processes(training=True)
     yield Process(0, 1, "cpu")
     torch.distributed.destroy_process_group()
 
@@ -611,8 +611,8 @@ def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("processes, more", [
-    (1, ("--checkpointing",)), (1, ("--micro_batch_size", 3)), (2, ()), (2, ("--checkpointing",)),
-    (2, ("--micro_batch_size", 3)), (3, ()),
+    (1, ("--checkpointing_every", 2)), (1, ("--micro_batch_size", 3)), (2, ()),
+    (2, ("--checkpointing_every", 1)), (2, ("--micro_batch_size", 3, "--no-reshard")), (3, ()),
 ])
 def test_ranks_checkpointing_and_micro_batches_do_not_change_the_weights(
         trained, tiny, tmp_path, processes, more):

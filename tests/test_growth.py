@@ -8,11 +8,9 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
+from conftest import ROOT, metrics, run_script, weights, write_episodes
 
-import collect
-from collect import Process, changes_since
-from train_critic import check_same_items, shard
+from collect import changes_since
 
 
 def rollout(path, *more, **options):
@@ -134,39 +132,3 @@ def test_a_worker_that_outlives_its_torchrun_keeps_the_output_locked(tmp_path):
         assert "another run that writes to this output" in refused.stderr
     finally:
         subprocess.run(["pkill", "-9", "-f", str(path)], check=False)
-
-
-# -----------------------------------------------------------------------------
-# What a trainable model and its ranks need
-
-
-def test_the_pad_token_learns_where_it_is_a_real_one():
-    tokenizer = byte_tokenizer()
-    token = tokenizer.pad_token_id
-    ids = torch.tensor([[5, token, 7, token, 9]])
-    gradients = []
-    for trainable in (True, False):
-        model = tiny_model(tokenizer)
-        if trainable:
-            shard(model, Process(0, 1, "cpu"))
-        else:
-            model.get_input_embeddings().padding_idx = None  # plain autograd
-        model(ids, labels=ids).loss.backward()
-        gradients.append(model.get_input_embeddings().weight.grad[token])
-    assert gradients[0].abs().min() > 0
-    assert torch.equal(*gradients)
-
-
-def test_ranks_that_hold_other_items_stop_and_are_named(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from collect import join_processes\n"
-        "from train_critic import Item, Row, check_same_items\n"
-        "process = join_processes(always=True)\n"
-        "items = [Item([Row([1, 2, process.rank], [-1, 0, 0], 1)], [])]\n"
-        "check_same_items([items[0]], process._replace(rank=0))\n")
-    done = run_script(script, processes=2, check=False)
-    assert done.returncode != 0 and "on the ranks [1] than on rank 0" in done.stderr
-    collect.join_processes(always=True)
-    check_same_items([], Process(0, 1, "cpu"))

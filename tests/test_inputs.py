@@ -487,7 +487,7 @@ def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
     claim("--batch_size", "4")
     claim()  # the first command has made nothing yet, so it claims nothing
     (tmp_path / "o/metrics.jsonl").touch()
-    claim("--micro_batch_size", "2", "--checkpointing")
+    claim("--micro_batch_size", "2", "--checkpointing_every", "1")
     with pytest.raises(SystemExit, match="differs in batch_size; expected the same command"):
         claim("--batch_size", "2")
 
@@ -580,15 +580,16 @@ def test_a_state_that_does_not_fit_on_the_disk_is_no_state(small_disk, tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kilobytes, save_every", [
-    pytest.param(60, 1, id="while saving a state"),
-    pytest.param(110, 9, id="while saving the checkpoint"),
+@pytest.mark.parametrize("kilobytes, save_minutes", [
+    pytest.param(60, 0, id="while saving a state"),
+    pytest.param(110, 20, id="while saving the checkpoint"),
 ])
 def test_a_full_disk_stops_training_with_a_sentence_and_it_resumes(
-        small_disk, tiny, tmp_path, kilobytes, save_every):
+        small_disk, tiny, tmp_path, kilobytes, save_minutes):
     folder, episodes = small_disk(kilobytes), write_episodes(tmp_path / "e.jsonl")
     command = ["--method", "mtdpo", "--episodes", episodes, "--model", tiny(), "--batch_size", 4,
-               "--max_length", 600, "--max_steps", 2, "--epochs", 1, "--save_every", save_every,
+               "--max_length", 600, "--max_steps", 2, "--epochs", 1, "--save_minutes",
+               save_minutes,
                "--output"]
     done = run_script("train_policy.py", *command, folder, check=False)
     assert done.returncode == 1 and "same command to resume" in done.stderr, done.stderr

@@ -143,7 +143,7 @@ def commands(fork, tiny, tmp_path_factory):
     episodes, model = write_episodes(folder / "episodes.jsonl"), tiny()
     (folder / "prompt.txt").write_text("Ask, then answer.")
     training = ["--episodes", episodes, "--model", model, "--batch_size", 2, "--lr", 1e-3,
-                "--max_length", 600, "--save_every", 1]
+                "--max_length", 600, "--save_minutes", 0]
     rollout = ["--tasks", "toy:backend:train", "--num_tasks", 20, "--samples_per_task", 2,
                "--agent", "scripted", "--agent_prompt", folder / "prompt.txt", "--batch_size", 4]
     sampling = ["--data_fraction", 0.5, "--num_candidates", 4, "--max_new_tokens", 6,

@@ -412,7 +412,7 @@ def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_pat
 
 
 @pytest.mark.parametrize("more, same", [
-    (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing",), True),
+    (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing_every", 1,), True),
     (("--pairing", "best_worst"), False), (("--pairing", "random"), False),
     (("--nll", "1"), False), (("--pairs_per_state", "1"), False), (("--min_gap", "1"), False),
 ])
@@ -485,7 +485,7 @@ def test_a_run_that_was_killed_and_resumed_ends_bit_equal(trained, tiny, tmp_pat
     cut, whole = tmp_path / "cut", tmp_path / "whole"
 
     def command(output):
-        return flags("mtdpo", trained, tiny(), output, "--epochs", 3, "--save_every", 1)
+        return flags("mtdpo", trained, tiny(), output, "--epochs", 3, "--save_minutes", 0)
 
     run_script("train_policy.py", *command(whole), processes=processes)
     (tmp_path / "crash.py").write_text(CRASH)

@@ -347,7 +347,7 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
 @pytest.mark.slow
 def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
         page_episodes, tiny_vision, tmp_path):
-    runs = [("one", 1, []), ("two", 2, ["--checkpointing"]),
+    runs = [("one", 1, []), ("two", 2, ["--checkpointing_every", 1]),
             ("micro", 1, ["--micro_batch_size", 3])]
     weights = []
     for name, processes, more in runs:

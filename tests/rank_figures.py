@@ -1,0 +1,103 @@
+"""What one training step of the critic takes on each rank: memory and collectives.
+
+    torchrun --nproc_per_node 2 tests/rank_figures.py --layers 16 --width 256
+
+Run by tests/test_ranks.py. The model is a Llama with random weights that computes in bf16 under
+FSDP, as on GPUs; bytes are counted tensor by tensor and so do not depend on the machine. Prints
+one line of JSON for each rank.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from collect import join_processes  # noqa: E402
+from train_critic import (  # noqa: E402
+    CriticSettings, Item, LoopSettings, Row, ShardSettings, TrainingLoop, critic_objective, local,
+    shard)
+
+
+class StepFigures(TorchDispatchMode):
+    """Counts collectives, and the bytes of all storages that are alive, at matrix products."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.storages = WeakIdKeyDictionary()
+        self.collectives = {}
+        self.peak = 0
+        for parameter in model.parameters():
+            self.storages[local(parameter.data).untyped_storage()] = True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # the operations on its shards come here next
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            name = function.name().split("::")[1]
+            self.collectives[name] = self.collectives.get(name, 0) + 1
+        for tensor in tree_leaves((args, result)):
+            if isinstance(tensor, torch.Tensor):
+                self.storages[tensor.untyped_storage()] = True
+        # FSDP resizes storages in place, so all are summed up anew; seldom, since that is slow
+        if function.namespace == "c10d" or function.name() == "aten::mm":
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        return result
+
+
+def pair(tokens):
+    """A pair of two dialogues of one turn each."""
+    half = tokens // 2
+    rows = [Row([1] * tokens, [-1] * half + [0] * (tokens - half), 1, reference=[0.0])
+            for _ in range(2)]
+    return Item(rows, [(0, 1)])
+
+
+def main(args):
+    process = join_processes(training=True)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        num_hidden_layers=args.layers, hidden_size=args.width, intermediate_size=4 * args.width,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=256, pad_token_id=0))
+    shard(model, process, ShardSettings("bfloat16", args.checkpointing_every, args.reshard))
+    size = args.batch_size
+    loop = TrainingLoop(model, LoopSettings(
+        output=Path("."), lr=1e-6, epochs=1, batch_size=size, micro_batch_size=1, max_steps=None,
+        warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20.0, seed=0), process)
+    settings = CriticSettings("logratio", "turn", beta=0.1, nll=0.01)
+    items = [pair(args.tokens) for _ in range(size)]
+    with StepFigures(model) as figures:
+        for _ in range(2):  # the optimiser makes its moments in the first step
+            figures.collectives = {}
+            metrics = loop.optimise(items, lambda batch: critic_objective(model, batch, settings))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(json.dumps({
+        "rank": process.rank, "parameters": parameters, "collectives": figures.collectives,
+        "bytes_per_parameter": figures.peak * process.world / parameters,
+        "loss": metrics["train/loss"], "gradient": metrics["optim/grad_norm"]}), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=16, help="of a dialogue")
+    parser.add_argument("--batch_size", type=int, default=2)
+    parser.add_argument("--checkpointing_every", type=int, default=1)
+    parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())
