@@ -41,7 +41,8 @@ def record(script, folder, programs, path=None, arguments=(), **variables):
     environment = {"PATH": search, "RECORDED": str(recorded)}
     done = subprocess.run(["/bin/bash", str(script), *arguments], cwd=folder,
                           env=environment | variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (
+        f"{done.stderr}Only these programs may be called here: {', '.join(programs)}.")
     return [json.loads(line) for line in recorded.read_text().splitlines()]
 
 
@@ -101,9 +102,9 @@ def check_command(words):
             try:
                 parse(word, words[index + 1:])
             except SystemExit as error:
-                raise AssertionError(
-                    f"{' '.join(words)}: {word} refuses this ({error}); mend the command, or the"
-                    f" flags in {word}") from error
+                reason = error.__context__ or error  # argparse exits with a bare 2
+                raise AssertionError(f"{' '.join(words)}: {word} refuses this: {reason}; mend the"
+                                     f" command, or the flags in {word}") from error
             return word
     return None
 
