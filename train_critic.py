@@ -46,6 +46,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -60,6 +61,8 @@ from speakers.attention import use_attention
 from speakers.interface import SpeakerSettings
 from speakers.local import (
     LocalSpeaker, check_checkpoint, compute_dtype, default_device, load_model, load_tokenizer)
+from speakers.lora import (
+    LINEAR_LAYERS, MATRICES, LoraSettings, add_matrices, load_matrices, matrices_off, merge)
 from speakers.vision import Sight, sees_pictures, vision_value_class
 from toy.world import credit_auc, has_toy_credit
 
@@ -442,14 +445,13 @@ def open_reader(args):
 
 def load_critic(args, reader, process):
     """The model to train, sharded over the ranks."""
-    torch.manual_seed(args.seed)  # a value head starts from random weights, equal on every rank
     if reader.sight:
-        model = load_trainable(args.model, process, vision_value_class(args.model))
+        model = load_trainable(args, process, vision_value_class(args.model))
     elif args.head == "value":
-        model = load_trainable(args.model, process, "AutoModelForTokenClassification", num_labels=1)
+        model = load_trainable(args, process, "AutoModelForTokenClassification", num_labels=1)
         model.dropout.p = 0.0  # ranks would draw different masks than one process
     else:
-        model = load_trainable(args.model, process)
+        model = load_trainable(args, process)
     shard(model, process, shard_settings(args))
     return model
 
@@ -483,7 +485,7 @@ class TrainingLoop:
     def __init__(self, model, settings, process):
         self.model, self.settings, self.process = model, settings, process
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0,
+            trained_parameters(model), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0,
             fused=process.device != "cpu")  # the default takes 4 more bytes a parameter on a GPU
         # `steps` fills these in
         self.batches = []  # item indices of each step
@@ -541,7 +543,8 @@ class TrainingLoop:
         torch.distributed.all_reduce(reduced, group=process.group)
         self.state_is_due = reduced[-1].item() > 0
         metrics = dict(zip(sums, (reduced[:-1] / total).tolist(), strict=True))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(trained_parameters(self.model),
+                                              self.settings.max_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         metrics["optim/grad_norm"] = norm.item()
         if is_finite(metrics):
@@ -900,9 +903,29 @@ def packed_attention(module, query, key, value, attention_mask, **options):
 # Ranks: sharding the model and sharing the work
 
 
-def load_trainable(path, process, auto_class="AutoModelForCausalLM", **options):
-    """fp32 master weights, read as the checkpoint has them: hosts hold no fp32 copies of bf16."""
-    return load_model(path, process.device, auto_class, dtype="auto", **options).float()
+def load_trainable(args, process, auto_class="AutoModelForCausalLM", **options):
+    """fp32 master weights, read as the checkpoint has them: hosts hold no fp32 copies of bf16.
+
+    With --lora_rank, all but the matrices and a value head is frozen, and in the type that models
+    compute in.
+    """
+    torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
+    if not args.lora_rank:
+        return load_model(args.model, process.device, auto_class, dtype="auto", **options).float()
+    model = load_model(args.model, process.device, auto_class, dtype=args.dtype, **options)
+    add_matrices(model, lora_settings(vars(args)))
+    if hasattr(model, "score"):
+        model.score.float().requires_grad_()
+    return model
+
+
+def lora_settings(flags):
+    alpha = flags["lora_alpha"] or 2 * flags["lora_rank"]
+    return LoraSettings(flags["lora_rank"], alpha, tuple(flags["lora_targets"]))
+
+
+def trained_parameters(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 class ShardSettings(typing.NamedTuple):
@@ -1002,16 +1025,17 @@ def score_on_all_ranks(model, rows, score, process, micro_batch_size):
 def no_grad(model):
     """Neither gradients nor dropout; afterwards the model is as training needs it.
 
-    FSDP2 leaves the root's parameters unsharded after a forward, to spare the backward a gather
-    that never comes here.
+    FSDP2 leaves the root's parameters unsharded after a forward, and with --no-reshard those of the
+    layers, too, to spare the backward a gather; here comes none.
     """
     was_training = model.training
     model.eval()
     with torch.no_grad():
         yield
     model.train(was_training)
-    if hasattr(model, "reshard"):
-        model.reshard()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def check_same_items(items, process):
@@ -1088,9 +1112,12 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
         partial = output / "checkpoint.partial"
         shutil.rmtree(partial, ignore_errors=True)
         model.config.dtype = torch.float32
+        weights, matrices = merge(weights, model)
         with writing(partial):
             model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
+            if matrices:
+                save_file(matrices, partial / MATRICES)
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
@@ -1136,7 +1163,7 @@ def save_state(folder, step, model, optimizer, process):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     process.barrier()
-    parameters = list(model.parameters())
+    parameters = trained_parameters(model)
     moments = [{name: local(value) for name, value in optimizer.state[parameter].items()}
                for parameter in parameters]
     state = {"step": step, "world": process.world, "moments": moments,
@@ -1172,7 +1199,7 @@ def load_state(folder, model, optimizer, process):
     if not folder.is_dir():
         return 0
     state = read_state(folder, process)
-    parameters = list(model.parameters())
+    parameters = trained_parameters(model)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
@@ -1269,14 +1296,19 @@ class Critic:
             kind = "AutoModelForTokenClassification" if self.head == "value" else \
                 "AutoModelForCausalLM"
         self.reader = Reader(tokenizer, flags["privileged"], flags["max_length"], sight)
-        self.model = load_model(path, device, kind, dtype).eval()
-        self.reference_model = None
         if self.head == "value":
+            self.model, self.reference_model = load_model(path, device, kind, dtype).eval(), None
             self.model.score = exact(self.model.score)
+            return
+        self.reference_model = load_model(flags["model"], device, dtype=dtype).eval()
+        self.reference_model.set_output_embeddings(
+            exact(self.reference_model.get_output_embeddings()))
+        if flags["lora_rank"]:  # one model: without its matrices, the critic is its reference
+            self.model = load_matrices(self.reference_model, Path(path, MATRICES),
+                                       lora_settings(flags))
         else:
-            self.reference_model = load_model(flags["model"], device, dtype=dtype).eval()
-            for model in (self.model, self.reference_model):
-                model.set_output_embeddings(exact(model.get_output_embeddings()))
+            self.model = load_model(path, device, dtype=dtype).eval()
+            self.model.set_output_embeddings(exact(self.model.get_output_embeddings()))
 
     def score(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None if the state is too long."""
@@ -1307,7 +1339,8 @@ class Critic:
             values, _ = turn_values(self.model, rows, packs_at_once=1)
             return values.flatten().tolist()
         sums, counts = turn_sums(self.model, rows, packs_at_once=1)
-        reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
+        with matrices_off(self.reference_model):
+            reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
         # a candidate has no trajectory around it, so `trajectory` becomes the turn's own mean;
         # turns of a dialogue are scored alike, so that both can be compared
         normalise = "turn" if self.normalise == "trajectory" else self.normalise
@@ -1322,7 +1355,7 @@ def critic_flags(path):
                          " train_critic.py")
     check_checkpoint(path)
     flags = read_run(run)["flags"]
-    if not {"head", "normalise", "privileged", "max_length", "model"} <= flags.keys():
+    if not {"head", "normalise", "privileged", "max_length", "model", "lora_rank"} <= flags.keys():
         raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by"
                          " train_critic.py")
     return flags
@@ -1464,6 +1497,12 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add("--warmup", type=float, default=0.03, help="share of the steps that warm up")
     add("--max_norm", type=float, default=1.0, help="gradient clipping")
     add_dtype_flag(group)
+    add("--lora_rank", type=int, default=0,
+        help="train matrices of this rank beside frozen linear layers (0: all weights)")
+    add("--lora_alpha", type=float,
+        help="the matrices count alpha / rank times (default: twice the rank)")
+    add("--lora_targets", nargs="+", default=list(LINEAR_LAYERS),
+        help="linear layers of the decoder that get matrices")
     add("--length_window", type=int, default=1,
         help="sort items by length within windows of so many batches, so that ranks wait less"
         " (1: plain shuffle)")
@@ -1476,11 +1515,13 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add("--seed", type=int, default=0, help="of data order, hold-out and sampling")
 
 
-def check_training_flags(args):
+def check_training_flags(parser, args):
     require_at_least(1, args, "batch_size", "micro_batch_size", "epochs", "max_length",
                      "max_steps", "length_window")
     require_at_least(0, args, "lr", "beta", "nll", "margin", "max_norm", "success_reward",
-                     "checkpointing_every", "save_minutes")
+                     "checkpointing_every", "save_minutes", "lora_rank")
+    if not args.lora_rank:
+        refuse_ignored(parser, args, ("lora_alpha", "lora_targets"), "without --lora_rank")
     for name in ("warmup", "holdout"):
         if not 0 <= getattr(args, name, 0) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a share of at least 0"
@@ -1503,7 +1544,7 @@ def parse_args(argv=None):
     add("--holdout", type=float, default=0.05,
         help="share of tasks to report on and not to train on")
     args = parser.parse_args(argv)
-    check_training_flags(args)
+    check_training_flags(parser, args)
     if args.head == "value":
         refuse_ignored(parser, args, ("normalise", "beta", "nll"), "with --head value")
     if args.pairs != "success_vs_failure":

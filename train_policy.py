@@ -402,7 +402,7 @@ def open_model(args, tokenizer, process):
     if args.model == "toy":
         model = toy_model(tokenizer, args.seed)
     else:
-        model = load_trainable(args.model, process)
+        model = load_trainable(args, process)
     shard(model, process, shard_settings(args))
     return model
 
@@ -533,7 +533,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.epochs is None:
         args.epochs = 1 if args.method == "sweet" else 4
-    check_training_flags(args)
+    check_training_flags(parser, args)
     check_method_flags(parser, args)
     require_at_least(1, args, "num_candidates", "pairs_per_state", "max_new_tokens",
                      "sampling_batch_size", "states_per_task")
@@ -566,6 +566,9 @@ def check_method_flags(parser, args):
     if args.model == "toy" and args.method != "sft":
         raise SystemExit("--model toy starts a model from nothing, which needs --method sft;"
                          " elsewhere give toy/base")
+    if args.model == "toy" and args.lora_rank:
+        raise SystemExit("found --lora_rank with --model toy, whose weights are random; expected a"
+                         " trained model to start from")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ import dataclasses
 import gc
 import random
 import statistics
+import tempfile
 import time
 import typing
+from pathlib import Path
 
 import benchmark_models as parts
 import torch
@@ -25,14 +27,8 @@ from collect import join_processes
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker
 from train_critic import (
-    Reader,
-    critic_objective,
-    pack_rows,
-    pair_items,
-    precompute_reference,
-    ShardSettings,
-    shard,
-)
+    LoopSettings, Reader, ShardSettings, TrainingLoop, critic_objective, pack_rows, pair_items,
+    precompute_reference, shard)
 from train_policy import DpoSettings, dpo_objective
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bf16
@@ -56,6 +52,12 @@ def random_llama(dry, layers, dtype, device):
 
 # -----------------------------------------------------------------------------
 # Measuring
+
+
+def free_memory(device):
+    gc.collect()  # a sharded model is part of cycles
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def synchronize(device):
@@ -201,6 +203,47 @@ def report_steps(args, tokenizer, process, peak):
 
 
 # -----------------------------------------------------------------------------
+# A short run: the optimiser, windows of lengths, every second layer recomputed, states, a resume
+
+
+def report_run(args, tokenizer, process):
+    """Two steps, each with a state, and two more of a run that resumes from them."""
+    layers = min(args.layers, 4)  # the optimiser's moments of 32 would not fit
+    draw = random.Random(0)
+    lengths = (96, 64, 128, 80) if args.dry else (2048, 1024, 4096, 1536)
+    reader = Reader(tokenizer, "ground_truth", parts.MAX_LENGTH)
+    pairs = [[parts.dialogue_pair(2 * length, draw)] for length in lengths]
+    items, _ = pair_items(reader, pairs, "pair")
+
+    def objective(model, batch):
+        return critic_objective(model, batch, parts.CRITIC)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for max_steps in (2, 4):
+            model = random_llama(args.dry, layers, torch.float32, process.device)
+            shard(model, process, ShardSettings(checkpointing_every=2, reshard=False))
+            precompute_reference(model, items, process, 1, Path(folder, "reference.json"))
+            loop = TrainingLoop(model, LoopSettings(
+                Path(folder), lr=1e-6, epochs=2, batch_size=2, micro_batch_size=1,
+                max_steps=max_steps, warmup=0.0, max_norm=1.0, length_window=2, save_minutes=0,
+                seed=0), process)
+            steps, saving = [], []
+            for step, batch in loop.steps(items):
+                metrics = loop.optimise(batch, lambda batch, model=model: objective(model, batch))
+                synchronize(process.device)
+                began = time.perf_counter()
+                loop.finish(step, metrics)
+                saving.append(time.perf_counter() - began)
+                steps.append(step)
+            size = sum(path.stat().st_size for path in Path(folder, "state").iterdir())
+            print(f"\nRun of {layers} layers, steps {steps}: loss {metrics['train/loss']:.4f}, a"
+                  f" state of {size / 1e9:.3g} GB in {statistics.median(saving):.3g} s", flush=True)
+            if steps != list(range(max_steps - 2, max_steps)):
+                raise SystemExit(f"found the steps {steps}, expected two after the saved ones")
+            del model, loop
+
+
+# -----------------------------------------------------------------------------
 # Sampling, and parity with the CPU
 
 
@@ -275,9 +318,9 @@ def main(args):
     print(f"{name}, torch {torch.__version__}, {args.layers} layers, {time.strftime('%Y-%m-%d')}\n")
     tokenizer = parts.word_tokenizer(2752)
     report_steps(args, tokenizer, process, peak * 1e12)
-    if process.device != "cpu":
-        gc.collect()  # a sharded model is part of cycles
-        torch.cuda.empty_cache()
+    free_memory(process.device)
+    report_run(args, tokenizer, process)
+    free_memory(process.device)
     report_sampling(args, tokenizer, process)
     report_parity(tokenizer, process)
     torch.distributed.destroy_process_group()

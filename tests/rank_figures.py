@@ -22,9 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collect import join_processes  # noqa: E402
+from speakers.lora import LINEAR_LAYERS, LoraSettings, add_matrices  # noqa: E402
 from train_critic import (  # noqa: E402
     CriticSettings, Item, LoopSettings, Row, ShardSettings, TrainingLoop, critic_objective, local,
-    shard)
+    shard, trained_parameters)
 
 
 class StepFigures(TorchDispatchMode):
@@ -68,6 +69,9 @@ def main(args):
     model = LlamaForCausalLM(LlamaConfig(
         num_hidden_layers=args.layers, hidden_size=args.width, intermediate_size=4 * args.width,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=256, pad_token_id=0))
+    if args.lora_rank:
+        model = add_matrices(model.to(torch.bfloat16),
+                             LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
     shard(model, process, ShardSettings("bfloat16", args.checkpointing_every, args.reshard))
     size = args.batch_size
     loop = TrainingLoop(model, LoopSettings(
@@ -81,7 +85,9 @@ def main(args):
             metrics = loop.optimise(items, lambda batch: critic_objective(model, batch, settings))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(json.dumps({
-        "rank": process.rank, "parameters": parameters, "collectives": figures.collectives,
+        "rank": process.rank, "parameters": parameters,
+        "trained": sum(parameter.numel() for parameter in trained_parameters(model)),
+        "collectives": figures.collectives,
         "bytes_per_parameter": figures.peak * process.world / parameters,
         "loss": metrics["train/loss"], "gradient": metrics["optim/grad_norm"]}), flush=True)
     torch.distributed.destroy_process_group()
@@ -95,6 +101,7 @@ def parse_args(argv=None):
     parser.add_argument("--tokens", type=int, default=16, help="of a dialogue")
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--checkpointing_every", type=int, default=1)
+    parser.add_argument("--lora_rank", type=int, default=0)
     parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(argv)
 

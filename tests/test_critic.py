@@ -612,7 +612,8 @@ def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
 
 @pytest.mark.parametrize("processes, more", [
     (1, ("--checkpointing_every", 2)), (1, ("--micro_batch_size", 3)), (2, ()),
-    (2, ("--checkpointing_every", 1)), (2, ("--micro_batch_size", 3, "--no-reshard")), (3, ()),
+    (2, ("--checkpointing_every", 1)), (2, ("--micro_batch_size", 3)), (3, ()),
+    (2, ("--micro_batch_size", 3, "--no-reshard")),
 ])
 def test_ranks_checkpointing_and_micro_batches_do_not_change_the_weights(
         trained, tiny, tmp_path, processes, more):

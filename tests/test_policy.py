@@ -16,7 +16,7 @@ import train_policy
 from colbench import DOMAINS, load_episodes, read_episodes, read_jsonl, states_of
 from speakers.local import load_tokenizer
 from train_critic import (
-    Critic, Item, Reader, dialogue_row, encode_row, pack_rows, turn_sums)
+    Critic, Item, Reader, candidate_rows, dialogue_row, encode_row, pack_rows, turn_sums)
 from train_policy import (
     IGNORED, SAMPLING_FLAGS, DpoSettings, PairSettings, candidate_items, check_critic, dpo_loss,
     dpo_objective,
@@ -145,6 +145,22 @@ def test_the_rows_of_an_item_share_one_pack_and_an_item_is_a_pair_or_all_pairs_o
         assert (len(items) < report["pairs"]) == (share == "state")
 
 
+@pytest.mark.parametrize("share", ["state", "pair"])
+def test_the_pairs_of_a_state_encode_their_prompt_and_each_candidate_once(share, monkeypatch):
+    calls = []
+
+    def counted(reader, messages, candidates):
+        calls.append(len(candidates))
+        return candidate_rows(reader, messages, candidates)
+
+    monkeypatch.setattr(train_policy, "candidate_rows", counted)
+    advantages = {text: index / 8 for index, text in enumerate("abcdefgh")}
+    settings = pair_settings(share, "random", 99)
+    items, _ = candidate_items(READER, [ranked_state(advantages)], settings)
+    assert calls == [8]
+    assert len({id(row) for item in items for row in item.rows}) == 8
+
+
 def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is():
     state = ranked_state({"a": 0.0, "a long candidate " * 3: 1.0},
                          dialogue("t", "one question", "its reply"))
@@ -180,7 +196,7 @@ NON_DEFAULT = {
     "sampling_batch_size": "8", "sampler": "http://x/v1", "sampler_model": "x",
     "reference": "plain", "pairs_per_state": "2", "pairing": "random", "min_gap": "0.5",
     "pairs": "all", "margin": "0.5", "success_reward": "0.5", "share": "state", "beta": "0.5",
-    "nll": "0.5", "loss": "ipo", "privileged_episodes": "x",
+    "nll": "0.5", "loss": "ipo", "privileged_episodes": "x", "stop_after": "sampling",
 }
 
 

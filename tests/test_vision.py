@@ -392,5 +392,7 @@ def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny
 
 def started(tiny_vision, process):
     torch.manual_seed(2)
-    model = train_critic.load_trainable(tiny_vision, process, vision_value_class(tiny_vision))
+    args = train_critic.parse_args(["--episodes", "e", "--output", "o",
+                                    "--model", str(tiny_vision)])
+    model = train_critic.load_trainable(args, process, vision_value_class(tiny_vision))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

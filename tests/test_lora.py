@@ -1,0 +1,187 @@
+"""Matrices beside frozen layers. Run: pytest tests/test_lora.py"""
+
+import json
+
+import pytest
+import torch
+from conftest import byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
+from test_ranks import figures
+from torch import nn
+
+import train_critic
+import train_policy
+from colbench import read_episodes
+from speakers.local import load_model
+from speakers.lora import (
+    LINEAR_LAYERS, MATRICES, LoraLinear, LoraSettings, add_matrices, load_matrices, lora_layers,
+    matrices_off, merge)
+from train_critic import Critic, trained_parameters
+
+SETTINGS = LoraSettings(rank=4, alpha=8, targets=LINEAR_LAYERS)
+IDS = torch.arange(20)[None]
+
+
+def with_matrices(model, settings=SETTINGS, seed=0):
+    """A model whose matrices have learnt something."""
+    add_matrices(model, settings)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in lora_layers(model).values():
+        layer.up.data.normal_(std=0.05, generator=generator)
+    return model
+
+
+# -----------------------------------------------------------------------------
+# The layer
+
+
+def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it_started_from():
+    tokenizer = byte_tokenizer()
+    plain, fresh = tiny_model(tokenizer), add_matrices(tiny_model(tokenizer), SETTINGS)
+    learnt = with_matrices(tiny_model(tokenizer))
+    expected = plain(IDS).logits
+    assert torch.equal(fresh(IDS).logits, expected)
+    assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
+    with matrices_off(learnt):
+        assert torch.equal(learnt(IDS).logits, expected)
+    assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
+
+
+def test_merged_weights_give_the_logits_of_the_matrices_and_differ_in_the_targets_alone():
+    tokenizer = byte_tokenizer()
+    plain = tiny_model(tokenizer)
+    targets = ("q_proj", "down_proj")
+    learnt = with_matrices(tiny_model(tokenizer), SETTINGS._replace(targets=targets))
+    merged, matrices = merge(dict(learnt.named_parameters()), learnt)
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    changed = {name for name, weight in plain.named_parameters()
+               if not torch.equal(weight, merged[name])}
+    assert {name.split(".")[-2] for name in changed} == set(targets) and len(changed) == 4
+    assert len(matrices) == 8
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(plain(IDS).logits, learnt(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_matrices_of_full_rank_make_the_plain_gradient_step_of_the_whole_matrix():
+    """Exact where A is orthogonal; A as drawn gives it in the mean only, times rank / (3 in)."""
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 8), torch.randn(16, 6)
+    full = nn.Linear(8, 6, bias=False)
+    layer = LoraLinear(nn.Linear(8, 6, bias=False), rank=8, alpha=8)
+    layer.base.weight.data.copy_(full.weight)
+    layer.base.requires_grad_(False)
+    layer.down.data.copy_(nn.init.orthogonal_(torch.empty(8, 8)))
+    for module in (full, layer):
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        ((module(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    # A's gradient is zero in the first step, since B is
+    torch.testing.assert_close(layer.base.weight + layer.up @ layer.down, full.weight)
+
+
+def test_unknown_targets_and_flags_without_a_rank_are_refused():
+    with pytest.raises(SystemExit, match="lora_targets w_proj, expected.*down_proj.*q_proj"):
+        add_matrices(tiny_model(byte_tokenizer()), SETTINGS._replace(targets=("q_proj", "w_proj")))
+    for parse, more in ((train_critic.parse_args, []),
+                        (train_policy.parse_args, ["--method", "rft"])):
+        command = ["--episodes", "e", "--model", "m", "--output", "o", *more]
+        for flag in (["--lora_alpha", "3"], ["--lora_targets", "q_proj"]):
+            parse([*command, "--lora_rank", "2", *flag])
+            with pytest.raises(SystemExit, match="ignored without --lora_rank"):
+                parse([*command, *flag])
+    with pytest.raises(SystemExit, match="--lora_rank with --model toy"):
+        train_policy.parse_args(["--method", "sft", "--episodes", "e", "--model", "toy",
+                                 "--output", "o", "--lora_rank", "2"])
+
+
+# -----------------------------------------------------------------------------
+# Training, and what later stages read
+
+
+def training(path, model, output, *more):
+    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 3,
+            "--batch_size", 2, "--lr", 1e-2, "--max_length", 600, "--lora_rank", 4, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    episodes = write_episodes(folder / "episodes.jsonl")
+    run_script("train_critic.py", *training(episodes, tiny(), folder / "critic"))
+    return folder
+
+
+def test_the_critic_learns_and_its_directory_opens_as_any_other(trained, tiny):
+    critic = trained / "critic"
+    assert metrics(critic)[-1]["train/margin"] > 1e-3 > abs(metrics(critic)[0]["train/margin"])
+    before, after = weights(tiny()), weights(critic)
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        target = name.split(".")[-2] in LINEAR_LAYERS
+        assert torch.equal(weight, after[name]) != target, name
+    load_model(str(critic))
+
+
+def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merged_one(trained):
+    task = read_episodes(trained / "episodes.jsonl")[0]["task"]
+    texts, finished = ["what?", "so", "x"], [True, True, False]
+    arguments = (task, [{"role": "user", "content": "t"}], texts, finished)
+    critic = Critic(trained / "critic", "cpu")
+    assert critic.model is critic.reference_model
+    one = critic.score(*arguments)
+    critic.model = load_model(str(trained / "critic"))
+    critic.reference_model = load_model(
+        json.loads((trained / "critic/run.json").read_text())["flags"]["model"])
+    assert one == pytest.approx(critic.score(*arguments), abs=1e-5)
+    assert max(map(abs, one)) > 1e-3
+
+
+def test_the_matrices_alone_are_kept_beside_the_merged_weights(trained, tiny):
+    model = load_matrices(load_model(tiny()), trained / "critic" / MATRICES, SETTINGS)
+    merged = load_model(str(trained / "critic"))
+    torch.testing.assert_close(model(IDS).logits, merged(IDS).logits, atol=3e-5, rtol=0)
+
+
+def test_a_run_that_was_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(
+        trained, tiny, tmp_path):
+    episodes = trained / "episodes.jsonl"
+    cut = training(episodes, tiny(), tmp_path / "cut")
+    run_script("train_critic.py", *cut, "--max_steps", 3)
+    run_script("train_critic.py", *cut)
+    run_script("train_critic.py", *training(episodes, tiny(), tmp_path / "two"), processes=2)
+    whole = weights(trained / "critic")
+    for name, weight in whole.items():
+        assert torch.equal(weights(tmp_path / "cut")[name], weight), name
+        torch.testing.assert_close(weights(tmp_path / "two")[name], weight, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("script, more", [
+    ("train_critic.py", ("--head", "value")), ("train_policy.py", ("--method", "rft")),
+    ("train_policy.py", ("--method", "mtdpo")),
+    ("train_critic.py", ("--dtype", "bfloat16", "--checkpointing_every", 1)),
+])
+def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, trained, tiny, tmp_path):
+    run_script(script, *training(trained / "episodes.jsonl", tiny(), tmp_path / "out", *more))
+    before, after = weights(tiny()), weights(tmp_path / "out")
+    for name, weight in before.items():
+        if name in after and name.split(".")[-2] not in LINEAR_LAYERS:
+            torch.testing.assert_close(after[name], weight, atol=4e-3, rtol=4e-3)  # bf16
+    assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"],
+                           after["model.layers.0.mlp.up_proj.weight"])
+    assert ("score.weight" in after) == ("value" in more)
+
+
+def test_only_matrices_and_a_value_head_have_gradients_and_moments():
+    model = add_matrices(tiny_model(byte_tokenizer()), SETTINGS)
+    assert len(trained_parameters(model)) == 2 * 7 * 2  # of seven layers in each of two blocks
+    assert all(parameter.dtype == torch.float32 for parameter in trained_parameters(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_takes_two_bytes_a_parameter_and_sixteen_for_each_number_of_the_matrices(ranks):
+    """Of a Llama like those of 8B: bf16 weights, and a rank of a hundredth of its width."""
+    found = figures("--layers", 24, "--tokens", 8, "--width", 128, "--lora_rank", 1, ranks=ranks)
+    for line in found:
+        share = line["trained"] / line["parameters"]
+        assert line["bytes_per_parameter"] < 2 + 16 * share + 0.5
