@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Backend Programming on one 24 GB GPU, from download to report: a 0.5B policy, trained as a whole;
+# with LORA=1 a 7B policy, trained by matrices of rank 16. 1,000 training tasks three times.
+#   . .venv/bin/activate
+#   hf download facebook/collaborative_agent_bench --repo-type dataset --local-dir data
+#   vllm serve Qwen/Qwen2.5-7B-Instruct-AWQ --gpu-memory-utilization 0.4 --max-model-len 8192
+#     (in an environment of its own, beside the 0.5B policy. The 7B policy needs the whole card: then
+#     the human is elsewhere, at HUMAN_URL, a second card or an API)
+# Estimated (docs/measured.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 20 GB
+# of disk, with LORA=1 100.
+# The learning rates are starts that nobody has tried: watch train/margin rise.
+# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}")
+OUT=${OUT:-runs/out/backend_1gpu}
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 1000)
+TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 200)
+TRAINING=(--lr 2e-6 --max_length 4096)
+TOKENS=(--max_new_tokens 512)
+STATES=(--data_fraction 0.1)
+if [ -n "${LORA:-}" ]; then
+  MODEL=Qwen/Qwen2.5-7B-Instruct
+  TRAINING=(--lora_rank 16 --lr 2e-5 --max_length 4096)
+fi
+if [ -n "${SHORT:-}" ]; then
+  MODEL=toy/base
+  TRAIN=(--tasks toy:backend:train --num_tasks 40)
+  TEST=(--tasks toy:backend:test --num_tasks 8)
+  TRAINING=(--lora_rank 4 --lr 1e-3 --max_steps 4 --micro_batch_size 4)
+  TOKENS=(--max_new_tokens 64)
+  STATES=(--data_fraction 0.1 --num_candidates 4)
+fi
+
+play() { # NAME AGENT FLAGS...
+  python evaluate.py "${TEST[@]}" "${HUMAN[@]}" "${TOKENS[@]}" --agent "$2" --name "$1" \
+    --output "$OUT/test" "${@:3}"
+}
+
+# the policy as it is
+play base "$MODEL"
+
+# episodes, critic, policy
+python collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${HUMAN[@]}" "${TOKENS[@]}" \
+  --output "$OUT/episodes.jsonl"
+python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" --pairs all \
+  "${TRAINING[@]}" --output "$OUT/critic"
+python train_policy.py --method sweet --episodes "$OUT/episodes.jsonl" --model "$MODEL" \
+  --critic "$OUT/critic" "${TRAINING[@]}" "${TOKENS[@]}" "${STATES[@]}" --output "$OUT/sweet"
+
+# the table and the report
+play sweet "$OUT/sweet" --against "$OUT/test/base.jsonl" --critic "$OUT/critic" \
+  --report "$OUT/report.html"
