@@ -1,5 +1,7 @@
 # make toy: the whole pipeline on the embedded world. make test: all tests. Nothing is downloaded but packages.
 PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+CPU_TORCH = https://download.pytorch.org/whl/cpu
 
 toy: .venv/ready
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash runs/toy.sh
@@ -9,9 +11,16 @@ test: .venv/ready # two halves side by side; what the second one printed comes l
 	.venv/bin/python -m pytest --part 1/2; first=$$?; wait $$!; second=$$?; \
 	cat .venv/second.log; exit $$((first | second))
 
-.venv/ready: requirements.txt
+# On Linux without an NVIDIA GPU, torch's CPU build spares the CUDA packages. Where its index cannot be
+# reached, the plain install follows. `make CPU_TORCH= toy` omits it.
+.venv/ready: requirements.txt tests/requirements.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@if [ -n "$(CPU_TORCH)" ] && [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+		$(PIP) --retries 0 --timeout 15 --index-url $(CPU_TORCH) \
+			$$(grep '^torch==' requirements.txt) 2>/dev/null \
+		|| echo "$(CPU_TORCH) does not answer: torch comes from the usual index"; \
+	fi
+	$(PIP) -r requirements.txt -r tests/requirements.txt
 	touch $@
 
 .PHONY: toy test

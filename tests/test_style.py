@@ -1,26 +1,18 @@
-"""What the tree promises: import direction, equations, commands that parse.
+"""What the tree promises: import direction, equations, recipes whose commands parse.
 
 Run: pytest tests/test_style.py
 """
 
 import ast
-import json
 import os
-import re
-import shlex
 import shutil
-import stat
 import subprocess
 import sys
-from pathlib import Path
+from collections import Counter
 
 import pytest
+from commands import check_command, record
 from conftest import ROOT
-
-import collect
-import evaluate
-import train_critic
-import train_policy
 
 # A room may import from those before it and from itself; judge/ is where it begins
 ROOMS = ["judge", "colbench", "toy", "speakers", "collect", "train_critic", "train_policy",
@@ -28,12 +20,6 @@ ROOMS = ["judge", "colbench", "toy", "speakers", "collect", "train_critic", "tra
 STAGES = ["colbench", "collect", "train_critic", "train_policy", "evaluate"]
 LATE = {("colbench", "toy.world")}  # for `toy:` task names alone; only inside a function
 SELF_CONTAINED = ["judge.sandbox", "judge.browser"]  # the standard library alone
-PARSERS = {
-    "collect.py": collect.parse_args,
-    "train_critic.py": train_critic.parse_args,
-    "train_policy.py": train_policy.parse_args,
-    "evaluate.py": evaluate.parse_args,
-}
 
 
 def our_modules():
@@ -158,56 +144,19 @@ def test_lines_have_at_most_100_characters(path):
 
 
 # -----------------------------------------------------------------------------
-# Commands of recipes, README and docstrings
-
-RECORDER = f"""#!{sys.executable}
-import json, os, sys
-with open(os.environ["RECORDED"], "a") as file:
-    file.write(json.dumps(sys.argv[1:]) + "\\n")
-"""
-DO_NOTHING = "#!/bin/sh\n"
-
-
-def executable(path, text):
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+# Commands of recipes; those of documents and docstrings are in test_docs.py
 
 
 def run_recipe(name, folder, arguments=(), **variables):
-    """The commands that a recipe would run: their words, each command once it was called.
+    """The commands that a recipe would run, each once it was called: the words after `python`.
 
-    The recipe runs in a copy of runs/, with stubs first on PATH: `python` and `torchrun` record
-    their arguments and make nothing; `cp` copies nothing, since nothing was made.
+    The recipe runs in a copy of runs/, with stubs in place of `python` and `torchrun`; `cp` copies
+    nothing, since nothing was made.
     """
     shutil.copytree(ROOT / "runs", folder / "runs", ignore=shutil.ignore_patterns("out"))
-    (folder / "bin").mkdir()
-    executable(folder / "bin/python", RECORDER)
-    executable(folder / "bin/torchrun", RECORDER)
-    executable(folder / "bin/cp", DO_NOTHING)
-    recorded = folder / "recorded.jsonl"
-    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "RECORDED": str(recorded)}
-    done = subprocess.run(["bash", str(folder / "runs" / name), *arguments], cwd=folder,
-                          env=environment | variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in recorded.read_text().splitlines()]
-
-
-def check_command(words):
-    """Parse a command of ours with its script's own parser; returns the script's name.
-
-    Words before the script, such as torchrun's, are not looked at. None if there is no script.
-    """
-    for index, word in enumerate(words):
-        if word in PARSERS:
-            try:
-                PARSERS[word](words[index + 1:])
-            except SystemExit as error:
-                raise AssertionError(f"{' '.join(words)}: {error}") from error
-            return word
-        if word.endswith(".py"):
-            assert (ROOT / word).is_file(), words
-            return word
-    return None
+    commands = record(folder / "runs" / name, folder, ("python", "torchrun", "cp"),
+                      os.environ["PATH"], arguments, **variables)
+    return [words for program, *words in commands if program != "cp"]
 
 
 RECIPES = sorted(path.name for path in (ROOT / "runs").glob("*.sh") if path.name != "toy_flags.sh")
@@ -229,48 +178,5 @@ def test_every_command_of_a_recipe_parses(name, domain, tmp_path):
 
 
 def test_the_toy_recipe_trains_plays_and_compares_every_policy(tmp_path):
-    scripts = [check_command(words) for words in run_recipe("toy.sh", tmp_path)]
-    counts = {script: scripts.count(script) for script in PARSERS}
+    counts = Counter(check_command(words) for words in run_recipe("toy.sh", tmp_path))
     assert counts == {"collect.py": 1, "train_critic.py": 1, "train_policy.py": 3, "evaluate.py": 6}
-
-
-def code_lines(text):
-    """The lines of indented and fenced code blocks, with continued lines joined."""
-    code, fenced = [], False
-    for line in text.splitlines():
-        if line.lstrip().startswith("```"):
-            fenced = not fenced
-        elif fenced or line.startswith("    "):
-            code.append(line.strip())
-    return "\n".join(code).replace("\\\n", " ").splitlines()
-
-
-def commands_in(text):
-    """The words of every command of ours in the code blocks of a text."""
-    for line in code_lines(text):
-        if re.match(r"(python|torchrun) .*\.py\b", line):
-            yield shlex.split(line, comments=True)
-
-
-def texts_with_commands():
-    """Name -> text of the documents and docstrings that show commands."""
-    texts = {str(path.relative_to(ROOT)): path.read_text()
-             for path in (ROOT / "README.md", ROOT / "toy/README.md")}
-    for stage in STAGES:
-        texts[f"{stage}.py"] = ast.get_docstring(TREES[stage])
-    return texts
-
-
-@pytest.mark.parametrize("name, text", texts_with_commands().items(), ids=texts_with_commands())
-def test_every_command_of_the_documents_parses(name, text):
-    commands = list(commands_in(text))
-    assert commands or name == "toy/README.md"
-    for words in commands:
-        assert check_command(words), words
-
-
-def test_paths_that_the_documents_link_exist():
-    for document in (ROOT / "README.md", ROOT / "toy/README.md"):
-        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            if "://" not in link:
-                assert Path(document.parent, link).exists(), (document.name, link)
