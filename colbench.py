@@ -84,6 +84,14 @@ def reasons_of(grade, last_message):
             for name, reason in grade.reasons.items()}
 
 
+def lacks_answer(episode):
+    """Whether the dialogue ends without an answer, so that a question was graded in its place."""
+    last = episode["dialogue_history"][-1]
+    text = last.get("output") or last["content"]
+    _, _, answer = text.partition(ANSWER_MARKER)
+    return not answer.strip() and not episode["success"]
+
+
 def leak_share(task, replies):
     """The longest run of the solution's tokens in one human reply, as a share of the solution."""
     solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])

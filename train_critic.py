@@ -11,8 +11,8 @@ How it works:
         --model meta-llama/Llama-3.1-8B-Instruct --output critic
 
 Reads: episodes (collect.py, or the official file). Writes: a checkpoint directory with run.json and
-metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the training loop,
-packing, sharding, checkpoints and reports come after it.
+metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the training loop and
+reports come after it. Packing, sharding and checkpoints have a room of their own, training/.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C scored columns, V vocabulary.
 
 To change the loss: `critic_loss`; the advantage: `advantage` and NORMALISERS; the pairs:
@@ -26,18 +26,13 @@ their answer. The paper's frontend critic is `--head value` with a vision-langua
 """
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import math
-import os
-import pickle
 import random
-import shutil
 import time
 import typing
 from pathlib import Path
@@ -45,9 +40,6 @@ from pathlib import Path
 import numpy
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from colbench import (
@@ -57,14 +49,18 @@ from colbench import (
 from collect import (
     add_dtype_flag, claim_output, flag_parser, join_processes, launch, read_run, records,
     refuse_ignored, require_at_least)
-from speakers.attention import use_attention
 from speakers.interface import SpeakerSettings
 from speakers.local import (
-    LocalSpeaker, check_checkpoint, compute_dtype, default_device, load_model, load_tokenizer)
-from speakers.lora import (
-    LINEAR_LAYERS, MATRICES, LoraSettings, add_matrices, load_matrices, matrices_off, merge)
+    LocalSpeaker, check_checkpoint, default_device, load_model, load_tokenizer)
+from speakers.lora import LINEAR_LAYERS, MATRICES, load_matrices, matrices_off
 from speakers.vision import Sight, sees_pictures, vision_value_class
 from toy.world import credit_auc, has_toy_credit
+from training.checkpoints import (
+    is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
+from training.packing import forward_values, in_packs, pack_limit, pack_rows, token_logprobs
+from training.ranks import (
+    check_same_items, items_digest, load_trainable, lora_settings, score_on_all_ranks, shard,
+    shard_settings, split_over_ranks, trained_parameters)
 
 # -----------------------------------------------------------------------------
 # The equations
@@ -73,8 +69,8 @@ from toy.world import credit_auc, has_toy_credit
 def turn_logprobs(logprobs, turn_index, turns):
     """(sums, counts) of each turn's token log-probs: (R, T), (R, T) -> (R, S), (R, S).
 
-    logprobs[r, t] = log_softmax(logits[r, t - 1])[ids[r, t]]; `forward_turns` computes it for agent
-    tokens only. Tokens with turn_index -1 belong to no agent turn and add nothing.
+    logprobs[r, t] = log_softmax(logits[r, t - 1])[ids[r, t]]; `token_logprobs` computes it for
+    agent tokens only. Tokens with turn_index -1 belong to no agent turn and add nothing.
     """
     member = turn_index >= 0
     index = turn_index.clamp(min=0)
@@ -352,10 +348,12 @@ def main(args):
 
 # The algorithm ends here. What follows is how it is computed, saved and reported:
 #   encode_row, candidate_rows   messages -> token ids and turn indices
-#   forward_turns                one forward: logits -> log-probs of agent tokens
-#   Pack, packed_mask            candidates share the computation of their prompt; equal results
+#   turn_sums                    one forward: log-probs of agent tokens, summed over turns
 #   TrainingLoop.optimise        losses of micro-batches -> one step
 #   Critic.score                 Eq. (3) for candidates, as train_policy.py asks for it
+# And in training/, which a reader of the method can skip:
+#   packing.py                   candidates share the computation of their prompt; equal results
+#   ranks.py, checkpoints.py     sharding, sharing the work; what from_pretrained and a resume need
 # -----------------------------------------------------------------------------
 # Rows, items and models in detail
 
@@ -441,6 +439,14 @@ def mean_by_item(values, items):
     return torch.stack([part.mean() for part in parts])
 
 
+def length_advice(report, max_length):
+    """What to do where nothing is left to train on, if that may be due to the length, or ""."""
+    too_long = report.get("too_long", 0) + report.get("pairs_too_long", 0)
+    if not too_long:
+        return ""
+    return f"; raise --max_length {max_length}, which left out {too_long} that are longer"
+
+
 def open_reader(args):
     """The reader of the critic's view; a vision-language critic also has a processor."""
     sight = None
@@ -464,6 +470,59 @@ def load_critic(args, reader, process):
         model = load_trainable(args, process)
     shard(model, process, shard_settings(args))
     return model
+
+
+# -----------------------------------------------------------------------------
+# Log-probs of turns, and those of the reference
+
+
+def turn_sums(model, rows, packs_at_once=None):
+    """(sums, counts): log-prob sums and token counts of the rows' turns, (R, S) each."""
+    def forward(model, packs):
+        logprobs, turn_index = token_logprobs(model, packs)
+        return turn_logprobs(logprobs, turn_index, max(pack.turns for pack in packs))
+
+    return in_packs(forward, model, rows, packs_at_once)
+
+
+def turn_values(model, rows, packs_at_once=None):
+    """(values, exists) of a value head at the rows' turns, (R, S) each."""
+    return in_packs(forward_values, model, rows, packs_at_once)
+
+
+REFERENCE = "reference.json"  # in an output, until the run is complete
+
+
+def precompute_reference(model, items, process, micro_batch_size=1, path=None):
+    """Fill `reference` of every row: its turns' log-prob sums under pi_ref.
+
+    The reference model is the one that training starts from, so this comes before the first step. A
+    resumed run reads the sums from `path`.
+    """
+    rows = list({id(row): row for item in items for row in item.rows}.values())
+    sums = None
+    if path:
+        digest = items_digest(items)
+        sums = load_reference(path, digest, process)
+    if sums is None:
+        found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
+                                   micro_batch_size)
+        sums = [sums_of_row for sums_of_row, _ in found]
+        if path and process.leads:
+            write_atomically(path, json.dumps({"items": digest, "sums": sums}))
+    for row, sums_of_row in zip(rows, sums, strict=True):
+        row.reference = sums_of_row
+
+
+def load_reference(path, digest, process):
+    """The sums that an earlier run of the same command left, or None; what the leader finds."""
+    found = [None]
+    if process.leads and path.is_file():
+        saved = json.loads(path.read_text())
+        if saved["items"] == digest:
+            found = [saved["sums"]]
+    torch.distributed.broadcast_object_list(found)
+    return found[0]
 
 
 # -----------------------------------------------------------------------------
@@ -560,7 +619,7 @@ class TrainingLoop:
         if is_finite(metrics):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        limit = PACK_LIMIT if can_pack(self.model) else 0
+        limit = pack_limit(self.model)
         metrics["data/tokens"] = sum(len(pack.ids) for item in batch
                                      for pack in pack_rows(item.rows, limit))
         return metrics
@@ -693,602 +752,6 @@ class MetricsLog:
             if abs(margin) < HARDLY_MOVED:
                 ending += ": the model hardly moved; raise --lr, or train for more steps"
         print(ending)
-
-
-# -----------------------------------------------------------------------------
-# Scores of turns: packing and forwards
-
-# A pack may be as long as the longest dialogue by default; its mask grows with the square
-PACK_LIMIT = 8192
-
-
-def turn_sums(model, rows, packs_at_once=None):
-    """(sums, counts): log-prob sums and token counts of the rows' turns, (R, S) each."""
-    return in_packs(forward_turns, model, rows, packs_at_once)
-
-
-def turn_values(model, rows, packs_at_once=None):
-    """(values, exists) of a value head at the rows' turns, (R, S) each."""
-    return in_packs(forward_values, model, rows, packs_at_once)
-
-
-def in_packs(forward_packs, model, rows, packs_at_once=None):
-    """Both tables that `forward_packs` gives for packs, with a line for each row: (R, S) each.
-
-    Candidates that stand side by side and share a prompt are packed, so that it is computed once:
-
-        prompt        candidate 0   candidate 1
-        p0 p1 p2 p3   a0 a1 </>     b0 b1 b2 </>     ids of the pack
-        0  1  2  3    4  5  6       4  5  6  7       positions: each candidate follows the prompt
-                      sees p, a     sees p, b        nobody sees another candidate
-
-    Sums and gradients equal those of separate rows. One forward computes all packs, padded, or
-    `packs_at_once` of them. A row with pictures comes alone.
-    """
-    packs = pack_rows(rows, PACK_LIMIT if can_pack(model) else 0)
-    if rows[0].opening:
-        packs_at_once = 1
-    step = packs_at_once or len(packs)
-    tables = [], []  # of each row: (its turns,)
-    for start in range(0, len(packs), step):
-        group = packs[start:start + step]
-        for lines, table in zip(tables, forward_packs(model, group), strict=True):
-            for pack, line in zip(group, table, strict=True):
-                lines += [pack.turns_of(index, line) for index in range(len(pack.rows))]
-    return tuple(pad_sequence(lines, batch_first=True) for lines in tables)
-
-
-class Pack:
-    """Rows that are computed as one sequence: one row as it is, or candidates after one prompt."""
-
-    def __init__(self, row):
-        self.rows, self.ids, self.turn_index = [row], row.ids, row.turn_index
-
-    @property
-    def shared_length(self):
-        """Tokens of the shared prompt; 0 for a row alone, which is plain causal."""
-        return self.rows[0].prompt_length if len(self.rows) > 1 else 0
-
-    @property
-    def turns(self):
-        return len(self.rows) if self.shared_length else self.rows[0].turns
-
-    def admits(self, row, limit):
-        """Whether the row continues the pack's prompt and fits."""
-        length = row.prompt_length
-        return (length > 0 and self.rows[0].prompt_length == length
-                and not row.opening and not self.rows[0].opening
-                and len(self.ids) + len(row.ids) - length <= limit
-                and self.ids[:length] == row.ids[:length])
-
-    def add(self, row):
-        turn = row.ids[row.prompt_length:]
-        self.ids = self.ids + turn
-        self.turn_index = self.turn_index + [len(self.rows)] * len(turn)
-        self.rows.append(row)
-
-    def turns_of(self, index, line):
-        """The part of a table's line, (S,), that belongs to row `index`."""
-        return line[index:index + 1] if self.shared_length else line[:self.rows[0].turns]
-
-    def positions(self, width):
-        """Position of each token, (T,): every candidate starts right after the prompt.
-
-        Padding counts on, since transformers takes a jump back for another sequence and would build
-        a mask of (R, 1, T, T).
-        """
-        positions = list(range(self.shared_length))
-        for row in self.rows:
-            positions += range(self.shared_length, len(row.ids))
-        last = positions[-1]
-        return positions + list(range(last + 1, last + 1 + width - len(positions)))
-
-    def sources(self):
-        """Column whose logits predict each token, (T,): the one before, or the prompt's last."""
-        sources = [max(0, column - 1) for column in range(len(self.ids))]
-        if self.shared_length:
-            start = self.shared_length
-            for row in self.rows:
-                if start < len(self.ids):
-                    sources[start] = self.shared_length - 1
-                start += len(row.ids) - self.shared_length
-        return sources
-
-
-def pack_rows(rows, limit=PACK_LIMIT):
-    """Packs of rows, in their order; `limit` tokens each at most, unless one row is longer."""
-    packs = []
-    for row in rows:
-        if packs and packs[-1].admits(row, limit):
-            packs[-1].add(row)
-        else:
-            packs.append(Pack(row))
-    return packs
-
-
-def can_pack(model):
-    """Whether the model uses plain causal attention, so that packing is exact.
-
-    Sliding windows, attention sinks and recurrent layers are not: their candidates are computed
-    separately.
-    """
-    config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return False
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    plain = model.config._attn_implementation in ("sdpa", "packed", "shared_prompts")
-    return plain and not model._is_stateful and set(kinds) == {"full_attention"}
-
-
-def forward_turns(model, packs):
-    """Log-prob sums and token counts of each turn, (R, S) and (R, S).
-
-    Logits exist only where an agent token is next.
-    """
-    batch = collate(packs, model.device)
-    row, column = (batch["turn_index"] >= 0).nonzero(as_tuple=True)  # the n scored tokens
-    source = batch["sources"][row, column]  # (n,): the column whose logits predict each token
-    # logits are computed in the C columns that any row needs; slot: where source is among these
-    columns, slot = source.unique(return_inverse=True)
-    logits = forward(model, packs, batch, logits_to_keep=columns)  # (R, C, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    target = batch["ids"][row, column]
-    picked = logits[row, slot, target] - logits.logsumexp(-1)[row, slot]  # (n,)
-    logprobs = torch.zeros_like(batch["ids"], dtype=picked.dtype)
-    logprobs = logprobs.index_put((row, column), picked)
-    return turn_logprobs(logprobs, batch["turn_index"], max(pack.turns for pack in packs))
-
-
-def forward_values(model, packs):
-    """The value head at the mean state of all tokens up to each turn's end; (R, S).
-
-    And 1 where the turn exists, (R, S). The head is linear, so that its value at the mean of the
-    states is the mean of its values at all of them.
-    """
-    batch = collate(packs, model.device)
-    values = forward(model, packs, batch)[..., 0].float()  # (R, T)
-    read = torch.zeros(len(packs), max(pack.turns for pack in packs), values.shape[1])  # (R, S, T)
-    for row, pack in enumerate(packs):
-        for column, turn in enumerate(pack.turn_index):
-            if turn >= 0 and pack.shared_length:
-                read[row, turn, :pack.shared_length] = 1.0
-                read[row, turn, column] = 1.0
-            elif turn >= 0:
-                read[row, turn, :column + 1] = 1.0
-    read = read.to(model.device)
-    counts = read.sum(-1)
-    means = (read @ values[..., None])[..., 0] / counts.clamp(min=1)
-    return means, (counts > 0).float()
-
-
-def collate(packs, device):
-    """Packs side by side, padded on the right: (R, T) each, and a mask if one has a prompt."""
-    width = max(len(pack.ids) for pack in packs)
-
-    def table(lists, filler):
-        padded = [values + [filler] * (width - len(values)) for values in lists]
-        return torch.tensor(padded, device=device)
-
-    batch = {"ids": table([pack.ids for pack in packs], 0),
-             "turn_index": table([pack.turn_index for pack in packs], -1),
-             "positions": table([pack.positions(width) for pack in packs], 0),
-             "sources": table([pack.sources() for pack in packs], 0),
-             "mask": None}
-    if any(pack.shared_length for pack in packs):
-        batch["mask"] = packed_mask(packs, batch["turn_index"])
-    return batch
-
-
-def forward(model, packs, batch, **options):
-    """Logits of a batch; rows alone are plain causal, since no token looks at padding on the right.
-    """
-    opening = packs[0].rows[0].opening
-    if opening:
-        inputs = opening().to(model.device, model.dtype)
-        return forward_seen(model, batch["ids"], **inputs).logits
-    if batch["mask"] is not None and model.config._attn_implementation != "packed":
-        use_attention(model, "packed", packed_attention)
-    return model(input_ids=batch["ids"], position_ids=batch["positions"],
-                 attention_mask=batch["mask"], use_cache=False, **options).logits
-
-
-def forward_seen(model, ids, input_ids, attention_mask, **seen):
-    """One row with the pictures of its opening `input_ids`; the model finds their positions."""
-    ids = ids.clone()
-    later = ids[:, input_ids.shape[1]:]  # a view
-    later[later == model.config.image_token_id] = 0  # an agent that spells it out shows no picture
-    for name, values in seen.items():
-        if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
-            seen[name] = F.pad(values, (0, later.shape[1]))
-    return model(input_ids=ids, use_cache=False, **seen)
-
-
-def packed_mask(packs, turn_index):
-    """True where a token may attend: to earlier tokens of the prompt and of the same turn.
-
-    (R, 1, T - P, T), without the P tokens that are a prompt in every row: those are plain causal.
-    """
-    width = turn_index.shape[1]
-    column = torch.arange(width, device=turn_index.device)
-    # a row alone is all prompt: causal
-    prompt = torch.tensor([pack.shared_length if pack.shared_length else width for pack in packs],
-                          device=turn_index.device)
-    own = turn_index[:, :, None] == turn_index[:, None, :]  # (R, T, T)
-    shared = (column[None] < prompt[:, None])[:, None, :]  # (R, 1, T)
-    causal = column[:, None] >= column[None]  # (T, T)
-    return ((own | shared) & causal)[:, None, prompt.min():]
-
-
-def packed_attention(module, query, key, value, attention_mask, **options):
-    """Attention under `packed_mask`: the prompts keep the fast causal kernel."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if attention_mask is None:  # rows alone
-        return sdpa_attention_forward(module, query, key, value, None, **options)
-    prompt = query.shape[2] - attention_mask.shape[2]
-    turns, _ = sdpa_attention_forward(
-        module, query[:, :, prompt:], key, value, attention_mask, **options)
-    if prompt == 0:
-        return turns, None
-    before, _ = sdpa_attention_forward(
-        module, query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], None, **options)
-    return torch.cat([before, turns], 1), None
-
-
-# -----------------------------------------------------------------------------
-# Ranks: sharding the model and sharing the work
-
-
-def load_trainable(args, process, auto_class="AutoModelForCausalLM", **options):
-    """fp32 master weights, read as the checkpoint has them: hosts hold no fp32 copies of bf16.
-
-    With --lora_rank, all but the matrices and a value head is frozen, and in the type that models
-    compute in.
-    """
-    torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
-    if not args.lora_rank:
-        return load_model(args.model, process.device, auto_class, dtype="auto", **options).float()
-    model = load_model(args.model, process.device, auto_class, dtype=args.dtype, **options)
-    add_matrices(model, lora_settings(vars(args)))
-    if hasattr(model, "score"):
-        model.score.float().requires_grad_()
-    return model
-
-
-def lora_settings(flags):
-    alpha = flags["lora_alpha"] or 2 * flags["lora_rank"]
-    return LoraSettings(flags["lora_rank"], alpha, tuple(flags["lora_targets"]))
-
-
-def trained_parameters(model):
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-class ShardSettings(typing.NamedTuple):
-    """How a model is spread over the ranks, and what a backward recomputes.
-
-    Arithmetic for an 8B Llama, 32 layers, in bf16. A layer keeps some 170 kB of activations a
-    token, a recomputed layer 8 kB: a pair of dialogues of 8,192 tokens takes 88 GB without
-    recomputation, 46 with every second layer, 4 with all. So all are recomputed by default; every
-    second one is faster where dialogues are short. Without resharding, every GPU keeps the gathered
-    weights, 16 GB, from forward to backward, and saves one gather of three.
-    """
-
-    dtype: str | None = None  # that models compute in; None: bf16 on GPUs
-    checkpointing_every: int | None = None  # None: 1 on GPUs, 0 on CPUs
-    reshard: bool = True
-
-
-def shard_settings(args):
-    return ShardSettings(args.dtype, args.checkpointing_every, args.reshard)
-
-
-def shard(model, process, settings):
-    """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    layers = model.get_decoder().layers
-    every = settings.checkpointing_every
-    if every is None:
-        every = 0 if process.device == "cpu" else 1
-    if every:
-        enable = getattr(model, "activation_checkpointing_enable",  # its newer name
-                         model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-        for index, layer in enumerate(layers):
-            layer.gradient_checkpointing = index % every == 0
-    # transformers gives the pad token's embedding no gradient; where that token is a real one, too
-    # (many models' end of text), it has to learn. Padding never reaches a loss here
-    model.get_input_embeddings().padding_idx = None
-    model.train()
-    dtype = compute_dtype(process.device, settings.dtype)
-    if process.world == 1 and process.device == "cpu" and dtype == "float32":
-        return  # nothing to share, and DTensors would slow small models down
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    mesh = DeviceMesh.from_group(process.group, process.device.split(":")[0])
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def split_over_ranks(entries, process):
-    """(entry, is it real) of this rank's part. Every rank gets equally many.
-
-    Each forward gathers the weights from all ranks, so ranks with fewer entries would leave the
-    others waiting forever; they repeat the first entry, which does not count.
-    """
-    count = math.ceil(len(entries) / process.world)
-    mine = [(entry, True) for entry in entries[process.rank::process.world]]
-    return mine + [(entries[0], False)] * (count - len(mine))
-
-
-def gather_shares(mine, process, count):
-    """The results of all `count` entries in order, from what every rank found for its share."""
-    gathered = [None] * process.world
-    torch.distributed.all_gather_object(gathered, mine)
-    return [gathered[index % process.world][index // process.world] for index in range(count)]
-
-
-def score_on_all_ranks(model, rows, score, process, micro_batch_size):
-    """For each row the lists over its turns that `score(rows)` gives as tables (R, S).
-
-    Ranks split the rows by packs, so that candidates of a state stay together; a forward takes as
-    many packs as the pairs of a micro-batch have rows.
-    """
-    packs = pack_rows(rows, PACK_LIMIT if can_pack(model) else 0)
-    packs.sort(key=lambda pack: len(pack.ids))
-    mine = [pack for pack, _ in split_over_ranks(packs, process)]
-    found, size = [], 2 * micro_batch_size  # for each pack the lists of its rows
-    with no_grad(model):
-        for start in range(0, len(mine), size):
-            group = mine[start:start + size]
-            group_rows = [row for pack in group for row in pack.rows]
-            tables = score(group_rows)
-            lists = [[line[:row.turns].tolist() for line in lines]
-                     for row, *lines in zip(group_rows, *tables, strict=True)]
-            start_of_pack = 0
-            for pack in group:
-                found.append(lists[start_of_pack:start_of_pack + len(pack.rows)])
-                start_of_pack += len(pack.rows)
-    scores = {}
-    for pack, pack_scores in zip(packs, gather_shares(found, process, len(packs)), strict=True):
-        scores |= {id(row): turns for row, turns in zip(pack.rows, pack_scores, strict=True)}
-    return [scores[id(row)] for row in rows]
-
-
-@contextlib.contextmanager
-def no_grad(model):
-    """Neither gradients nor dropout; afterwards the model is as training needs it.
-
-    FSDP2 leaves the root's parameters unsharded after a forward, and with --no-reshard those of the
-    layers, too, to spare the backward a gather; here comes none.
-    """
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train(was_training)
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-
-
-def length_advice(report, max_length):
-    """What to do where nothing is left to train on, if that may be due to the length, or ""."""
-    too_long = report.get("too_long", 0) + report.get("pairs_too_long", 0)
-    if not too_long:
-        return ""
-    return f"; raise --max_length {max_length}, which left out {too_long} that are longer"
-
-
-def check_same_items(items, process):
-    """Stop if ranks hold other items, as when nodes read different copies of the input files."""
-    digests = [None] * process.world
-    torch.distributed.all_gather_object(digests, items_digest(items))
-    others = [rank for rank, found in enumerate(digests) if found != digests[0]]
-    if others:
-        raise SystemExit(f"found other training items on the ranks {others} than on rank 0,"
-                         " expected the same everywhere; give all nodes the same episodes,"
-                         " candidates and tokenizer")
-
-
-def items_digest(items):
-    digest = hashlib.sha256()
-    for item in items:
-        rows = [(row.ids, row.turn_index) for row in item.rows]
-        digest.update(json.dumps([rows, item.pairs]).encode())
-    return digest.hexdigest()
-
-
-REFERENCE = "reference.json"  # in an output, until the run is complete
-
-
-def precompute_reference(model, items, process, micro_batch_size=1, path=None):
-    """Fill `reference` of every row: its turns' log-prob sums under pi_ref.
-
-    The reference model is the one that training starts from, so this comes before the first step. A
-    resumed run reads the sums from `path`.
-    """
-    rows = list({id(row): row for item in items for row in item.rows}.values())
-    sums = None
-    if path:
-        digest = items_digest(items)
-        sums = load_reference(path, digest, process)
-    if sums is None:
-        found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
-                                   micro_batch_size)
-        sums = [sums_of_row for sums_of_row, _ in found]
-        if path and process.leads:
-            write_atomically(path, json.dumps({"items": digest, "sums": sums}))
-    for row, sums_of_row in zip(rows, sums, strict=True):
-        row.reference = sums_of_row
-
-
-def load_reference(path, digest, process):
-    """The sums that an earlier run of the same command left, or None; what the leader finds."""
-    found = [None]
-    if process.leads and path.is_file():
-        saved = json.loads(path.read_text())
-        if saved["items"] == digest:
-            found = [saved["sums"]]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
-
-
-# -----------------------------------------------------------------------------
-# Checkpoints
-
-
-def save_checkpoint(output, model, tokenizer, agent_prompt, process):
-    """A directory that from_pretrained opens, with fp32 weights: bf16 would lose small steps.
-
-    config.json comes last, so that a half-written checkpoint never opens.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    kept = {name for name, _ in named}  # a tied weight has one name here
-    weights = {name: weight for name, weight in weights.items() if name in kept}
-    if process.leads:
-        partial = output / "checkpoint.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        model.config.dtype = torch.float32
-        weights, matrices = merge(weights, model)
-        with writing(partial):
-            model.save_pretrained(partial, state_dict=weights)
-            tokenizer.save_pretrained(partial)
-            if matrices:
-                save_file(matrices, partial / MATRICES)
-        if agent_prompt is not None:  # the instructions travel with the weights trained on them
-            (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-            os.replace(path, output / path.name)
-        partial.rmdir()
-    process.barrier()
-
-
-def is_complete(output, max_steps, process):
-    """Whether the directory holds the finished checkpoint of this very command.
-
-    A run that --max_steps has cut keeps its state, and a larger --max_steps resumes it.
-    """
-    if not (output / "config.json").is_file():
-        return False
-    state = output / "state"
-    to_resume = state.is_dir() and read_state(state, process)["step"] < (max_steps or math.inf)
-    process.barrier()  # all ranks have looked
-    if process.leads:
-        if to_resume:
-            (output / "config.json").unlink()  # while files are replaced, nothing may open them
-        else:
-            remove_leftovers(output)
-            print(f"{output}: this run is complete; nothing to do")
-    process.barrier()
-    return not to_resume
-
-
-def remove_leftovers(output):
-    """What a kill may have left of states and checkpoints that were being written or removed."""
-    for path in [*output.glob("state.*"), output / "checkpoint.partial"]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def save_state(folder, step, model, optimizer, process):
-    """What an exact resume needs; each rank writes its shards. Only a whole folder gets its name.
-
-    While it is written, a state has a name of its own: NFS clients remember names for a while, and
-    under one that was used before, a node could write into the state that is still good.
-    """
-    partial = folder.with_name(f"state.{step}.partial")
-    if process.leads:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    process.barrier()
-    parameters = trained_parameters(model)
-    moments = [{name: local(value) for name, value in optimizer.state[parameter].items()}
-               for parameter in parameters]
-    state = {"step": step, "world": process.world, "moments": moments,
-             "parameters": [local(parameter) for parameter in parameters]}
-    with writing(partial):
-        torch.save(state, partial / f"rank{process.rank}.pt")
-    process.barrier()
-    if process.leads:
-        wait_for_files(partial, process.world)
-        old = folder.with_name("state.old")
-        if folder.exists():  # else a kill came between the two renames, and `old` is all there is
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def wait_for_files(folder, count, patience=120):
-    """Wait until this node sees the files of all ranks; NFS may show them late."""
-    deadline = time.monotonic() + patience
-    while (found := len(list(folder.iterdir()))) < count:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{folder}: found the files of {found} processes, expected {count};"
-                             " all nodes need the same --output folder")
-        time.sleep(1)
-
-
-def load_state(folder, model, optimizer, process):
-    """The step to resume from, 0 without a state; restores weights and moments bit for bit."""
-    old = folder.with_name("state.old")
-    if not folder.is_dir() and old.is_dir():
-        folder = old  # killed between the two renames of save_state
-    if not folder.is_dir():
-        return 0
-    state = read_state(folder, process)
-    parameters = trained_parameters(model)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # a step of length 0 makes the moments, which are then filled
-    optimizer.zero_grad()
-    with torch.no_grad():
-        saved = zip(parameters, state["parameters"], state["moments"], strict=True)
-        for parameter, weights, moments in saved:
-            local(parameter).copy_(weights)
-            for name, value in moments.items():
-                local(optimizer.state[parameter][name]).copy_(value)
-    return state["step"]
-
-
-def read_state(folder, process):
-    """This rank's part of a saved state; a state of another number of processes is refused."""
-    path = folder / f"rank{process.rank}.pt"
-    found = len(list(folder.iterdir()))
-    try:
-        state = None
-        if path.is_file():
-            state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise SystemExit(f"{path}: found a state that cannot be read"
-                         f" ({str(error).splitlines()[0]}), expected one that this command saved;"
-                         " remove the folder to start again") from None
-    if state is None or state["world"] != process.world:
-        raise SystemExit(f"{folder}: found the state of a run of {found} processes, expected"
-                         f" {process.world}; use as many as before, or remove the folder to start"
-                         " again")
-    return state
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-@contextlib.contextmanager
-def writing(folder):
-    """Turn write errors of torch and safetensors, such as a full disk, into an OSError."""
-    try:
-        yield
-    except (RuntimeError, SafetensorError) as error:
-        raise OSError(f"{folder} could not be written ({error})") from None
 
 
 # -----------------------------------------------------------------------------

@@ -43,11 +43,11 @@ from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
     COST_FLAGS, REFERENCE, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags,
-    candidate_rows, check_same_items, check_training_flags, critic_flags, dialogue_row, group_pairs,
-    is_complete,
-    known, length_advice, load_trainable, loop_settings, mean_by_item, pair_episodes, pair_indices,
-    pair_items, precompute_reference, reference_table, save_checkpoint, shard, shard_settings,
-    succeeded, turn_sums)
+    candidate_rows, check_training_flags, critic_flags, dialogue_row, group_pairs, known,
+    length_advice, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
+    precompute_reference, reference_table, succeeded, turn_sums)
+from training.checkpoints import is_complete, save_checkpoint
+from training.ranks import check_same_items, load_trainable, shard, shard_settings
 
 # -----------------------------------------------------------------------------
 # The equation
@@ -118,15 +118,20 @@ class PairSettings(typing.NamedTuple):
     seed: int
 
 
-def candidate_items(reader, ranked_states, settings):
-    """(items, report) of ranked candidates: pairs of rows that share their state's prompt."""
-    items, too_long = [], 0
+def state_pairs(ranked_states, settings):
+    """(state, its pairs of indices of candidates) for each ranked state."""
     all_advantages = [value for state in ranked_states for value in state["advantages"]]
     gap = settings.min_gap * float(numpy.std(all_advantages))
     for state in ranked_states:
         draw = random.Random(derive_seed(settings.seed, "pairs", *candidate_key(state)))
-        pairs = make_pairs(state["candidates"], state["advantages"], settings.pairing,
-                           settings.pairs_per_state, draw, gap)
+        yield state, make_pairs(state["candidates"], state["advantages"], settings.pairing,
+                                settings.pairs_per_state, draw, gap)
+
+
+def candidate_items(reader, ranked_states, settings):
+    """(items, report) of ranked candidates: pairs of rows that share their state's prompt."""
+    items, too_long = [], 0
+    for state, pairs in state_pairs(ranked_states, settings):
         if not pairs:
             continue
         used = sorted({index for pair in pairs for index in pair})

@@ -16,7 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import read_episodes  # noqa: E402
-from evaluate import ScoreSettings, compare, lines_of, policy_table, score  # noqa: E402
+from evaluate import ScoreSettings, score  # noqa: E402
+from report.statistics import compare  # noqa: E402
+from report.tables import lines_of, policy_table  # noqa: E402
 
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",

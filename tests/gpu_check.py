@@ -27,8 +27,9 @@ from collect import join_processes
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker
 from train_critic import (
-    LoopSettings, Reader, ShardSettings, TrainingLoop, critic_objective, pack_rows, pair_items,
-    precompute_reference, shard)
+    LoopSettings, Reader, TrainingLoop, critic_objective, pair_items, precompute_reference)
+from training.packing import pack_rows
+from training.ranks import ShardSettings, shard
 from train_policy import DpoSettings, dpo_objective
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bf16

@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collect import join_processes  # noqa: E402
 from speakers.lora import LINEAR_LAYERS, LoraSettings, add_matrices  # noqa: E402
 from train_critic import (  # noqa: E402
-    CriticSettings, Item, LoopSettings, Row, ShardSettings, TrainingLoop, critic_objective, local,
-    shard, trained_parameters)
+    CriticSettings, Item, LoopSettings, Row, TrainingLoop, critic_objective)
+from training.checkpoints import local  # noqa: E402
+from training.ranks import ShardSettings, shard, trained_parameters  # noqa: E402
 
 
 class StepFigures(TorchDispatchMode):

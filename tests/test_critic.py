@@ -18,12 +18,14 @@ from colbench import critic_messages, encode_dialogue, states_of
 from collect import Process, join_processes
 from speakers.local import load_model
 from train_critic import (
-    Critic, CriticSettings, Item, Pack, Reader, Row, TrainingLoop, accuracy, advantage, can_pack,
-    candidate_rows, collate, critic_loss, critic_objective, dialogue_row, encode_row, forward_turns,
-    holdout_metrics, learning_rate, loop_settings, open_reader, pack_rows, packed_mask,
-    pair_episodes, pair_items, precompute_reference, split_tasks, turn_logprobs, turn_sums,
-    turn_values, value_loss, value_objective)
+    Critic, CriticSettings, Item, Reader, Row, TrainingLoop, accuracy, advantage,
+    candidate_rows, critic_loss, critic_objective, dialogue_row, encode_row,
+    holdout_metrics, learning_rate, loop_settings, open_reader, pair_episodes, pair_items,
+    precompute_reference, split_tasks, turn_logprobs, turn_sums, turn_values, value_loss,
+    value_objective)
+from training.packing import Pack, can_pack, collate, pack_rows, packed_mask
 from train_policy import DpoSettings, dpo_objective
+from training import checkpoints
 
 DIALOGUES = [
     dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"),
@@ -239,7 +241,7 @@ def test_padded_rows_score_as_rows_alone(family):
     model = tiny_model(tokenizer, family).double()
     together, counts = turn_sums(model, rows)
     for index, row in enumerate(rows):
-        alone, count = forward_turns(model, [Pack(row)])
+        alone, count = turn_sums(model, [row])
         assert torch.allclose(together[index, :row.turns], alone[0], atol=1e-10)
         assert counts[index, :row.turns].tolist() == count[0].tolist()
 
@@ -383,7 +385,7 @@ def test_candidates_that_are_too_long_for_one_pack_fill_several_with_the_same_sc
     assert 1 < len(parts) < len(rows) and all(len(pack.ids) <= 80 for pack in parts)
     assert [row for pack in parts for row in pack.rows] == rows
     whole, _ = turn_sums(model, rows)
-    monkeypatch.setattr(train_critic, "PACK_LIMIT", 80)
+    monkeypatch.setattr("training.packing.PACK_LIMIT", 80)
     assert forward_shapes(model, rows) == [(len(parts), max(len(pack.ids) for pack in parts))]
     in_parts, _ = turn_sums(model, rows)
     assert torch.allclose(whole, in_parts, atol=1e-10)
@@ -637,7 +639,7 @@ def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
         model.lm_head.weight += 0.01
     ids = torch.arange(20)[None]
     expected = model(ids).logits
-    train_critic.save_checkpoint(
+    checkpoints.save_checkpoint(
         tmp_path, model, byte_tokenizer(), "prompt", Process(0, 1, "cpu"))
     assert torch.equal(load_model(str(tmp_path)).eval()(ids).logits, expected)
     assert (tmp_path / "agent_prompt.txt").read_text() == "prompt\n"
@@ -735,12 +737,12 @@ def test_a_second_kill_between_the_renames_of_a_state_still_leaves_one_to_resume
     def killed(*_):
         raise KeyboardInterrupt
 
-    train_critic.save_state(tmp_path / "state", 3, model, optimizer, process)
+    checkpoints.save_state(tmp_path / "state", 3, model, optimizer, process)
     (tmp_path / "state").rename(tmp_path / "state.old")  # the first kill
     monkeypatch.setattr(type(tmp_path), "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        train_critic.save_state(tmp_path / "state", 5, model, optimizer, process)
-    assert train_critic.load_state(tmp_path / "state", model, optimizer, process) == 3
+        checkpoints.save_state(tmp_path / "state", 5, model, optimizer, process)
+    assert checkpoints.load_state(tmp_path / "state", model, optimizer, process) == 3
 
 
 # -----------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import pytest
 import evaluate
 from collect import interleave, reply_of
 from speakers.interface import Request, SpeakerError, Utterance
+from report import page, statistics, tables
 
 
 def draws(runs, tasks, count=2000):
     generator = numpy.random.default_rng(0)
-    run_draws = evaluate.draw_counts(generator, runs, count)
-    return run_draws, evaluate.draw_counts(generator, tasks, count)
+    run_draws = statistics.draw_counts(generator, runs, count)
+    return run_draws, statistics.draw_counts(generator, tasks, count)
 
 
 def episode(task, sample=0, reward=1.0, domain="backend", **more):
@@ -58,7 +59,7 @@ def test_interval_covers_the_true_mean_about_95_times_in_100():
     run_draws, task_draws = draws(1, 100, count=1000)
     for _ in range(300):
         values = (generator.random((1, 100)) < 0.4).astype(float)
-        number = evaluate.interval(values, run_draws, task_draws)
+        number = statistics.interval(values, run_draws, task_draws)
         if number["low"] <= 0.4 <= number["high"]:
             covered += 1
     assert 0.91 <= covered / 300 <= 0.985
@@ -77,7 +78,7 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
                 weights += weight
         if weights:
             means.append(total / weights)
-    number = evaluate.interval(values, run_draws, task_draws)
+    number = statistics.interval(values, run_draws, task_draws)
     assert number["value"] == pytest.approx(3.5 / 6)
     found = [number["low"], number["high"]]
     assert found == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
@@ -86,8 +87,8 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
 def test_seeds_that_disagree_widen_the_interval():
     agreeing = numpy.full((2, 50), 0.5)
     disagreeing = numpy.array([[0.0] * 50, [1.0] * 50])
-    narrow = evaluate.interval(agreeing, *draws(2, 50))
-    wide = evaluate.interval(disagreeing, *draws(2, 50))
+    narrow = statistics.interval(agreeing, *draws(2, 50))
+    wide = statistics.interval(disagreeing, *draws(2, 50))
     assert narrow["low"] == narrow["high"] == 0.5
     assert (wide["low"], wide["high"]) == (0.0, 1.0)
 
@@ -95,13 +96,13 @@ def test_seeds_that_disagree_widen_the_interval():
 @pytest.mark.parametrize("share, count, low, high", [
     (0, 2, 0, 0.6576), (1, 2, 0.3424, 1), (0.5, 10, 0.2366, 0.7634), (0, 500, 0, 0.0076)])
 def test_wilson_intervals_agree_with_published_ones(share, count, low, high):
-    assert evaluate.wilson(share, count) == pytest.approx((low, high), abs=1e-4)
+    assert statistics.wilson(share, count) == pytest.approx((low, high), abs=1e-4)
 
 
 @pytest.mark.parametrize("value, low, high", [
     (0.0, 0.0, 0.6576), (1.0, 0.3424, 1.0), (0.5, 0.1712, 0.8288)])
 def test_tasks_that_all_agree_have_wilsons_interval(value, low, high):
-    number = evaluate.interval(numpy.full((1, 2), value), *draws(1, 2), evaluate.SHARE)
+    number = statistics.interval(numpy.full((1, 2), value), *draws(1, 2), statistics.SHARE)
     assert [number["low"], number["high"]] == pytest.approx([low, high], abs=1e-4)
 
 
@@ -148,15 +149,15 @@ def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
     history = [{"role": "user", "content": "p"}, {"role": "assistant", "content": text}]
     row = episode(0, reward=0.0, dialogue_history=history)
     assert numbers_of(tmp_path, rows=[row])["no_answer"]["value"] == lacks
-    assert evaluate.ending(row) == ("no answer" if lacks else "wrong answer")
-    assert evaluate.ending(episode(0, dialogue_history=history)) == "solved"
+    assert page.ending(row) == ("no answer" if lacks else "wrong answer")
+    assert page.ending(episode(0, dialogue_history=history)) == "solved"
 
 
 def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     def ending(text="I WANT TO ANSWER: x", finished=True, **more):
         turn = {"role": "assistant", "content": text, "finished": finished}
         history = [{"role": "user", "content": "p"}, turn]
-        return evaluate.ending(episode(0, reward=0.5, dialogue_history=history, **more))
+        return page.ending(episode(0, reward=0.5, dialogue_history=history, **more))
 
     assert ending(finished=False) == "cut" and ending(error="gone") == "error"
     assert ending(credits=["early answer"]) == "early answer"
@@ -166,18 +167,18 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
 
 
 def test_interval_of_nothing_is_nothing():
-    assert evaluate.interval(numpy.full((1, 3), math.nan), *draws(1, 3)) is None
+    assert statistics.interval(numpy.full((1, 3), math.nan), *draws(1, 3)) is None
 
 
 @pytest.mark.parametrize("wins, losses, p", [
     (0, 0, 1.0), (5, 5, 1.0), (5, 0, 0.0625), (0, 5, 0.0625), (8, 2, 0.109375)])
 def test_sign_test_is_the_exact_binomial(wins, losses, p):
-    assert evaluate.sign_test(wins, losses) == pytest.approx(p)
+    assert statistics.sign_test(wins, losses) == pytest.approx(p)
 
 
 def test_sign_test_stays_exact_for_thousands_of_tasks():
-    assert 0 < evaluate.sign_test(6000, 4000) < 1e-80
-    assert evaluate.sign_test(2000, 2000) == 1.0
+    assert 0 < statistics.sign_test(6000, 4000) < 1e-80
+    assert statistics.sign_test(2000, 2000) == 1.0
 
 
 def test_pass_power_is_the_share_of_subsets_that_all_succeed():
@@ -185,8 +186,8 @@ def test_pass_power_is_the_share_of_subsets_that_all_succeed():
     for k in range(1, 6):
         subsets = list(itertools.combinations(outcomes, k))
         share = sum(all(subset) for subset in subsets) / len(subsets)
-        assert evaluate.pass_power(outcomes, k) == pytest.approx(share)
-    assert math.isnan(evaluate.pass_power(outcomes, 6))
+        assert statistics.pass_power(outcomes, k) == pytest.approx(share)
+    assert math.isnan(statistics.pass_power(outcomes, 6))
 
 
 def test_samples_of_a_task_are_averaged_before_tasks(tmp_path):
@@ -302,8 +303,8 @@ def test_same_seed_gives_the_same_files_byte_for_byte(tmp_path):
 
 
 def test_markdown_table_survives_a_pipe_in_a_name():
-    table = evaluate.Table("", ["Policy", "a|b"], [[("Turns", ""), ("1.0", "[1.0, 1.0]")]])
-    lines = evaluate.lines_of(table, markdown=True)
+    table = tables.Table("", ["Policy", "a|b"], [[("Turns", ""), ("1.0", "[1.0, 1.0]")]])
+    lines = tables.lines_of(table, markdown=True)
     assert lines == ["| Policy | a\\|b |", "| --- | --- |", "| Turns | 1.0 [1.0, 1.0] |"]
 
 
@@ -313,8 +314,8 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
         loss = math.nan if step == 5 else 1.0
         lines.append({"step": step, "train/loss": loss, "time/step": 1})
     path = write_rows(tmp_path / "metrics.jsonl", lines)
-    (run,) = evaluate.read_training([f"run={path}"])
-    (chart,) = evaluate.training_charts(run)
+    (run,) = page.read_training([("run", path)])
+    (chart,) = page.training_charts(run)
     ((name, points),) = [(line["name"], line["points"]) for line in chart["lines"]]
     assert chart["title"] == "Loss" and name == "run" and len(points) <= 200
     assert {value for _, value in points} == {1.0}
@@ -323,7 +324,7 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
 
 def test_a_partial_last_batch_weighs_as_little_as_it_is():
     steps = [(step, 0.5, 4000) for step in range(50)] + [(50, 9.0, 40)]
-    points, window = evaluate.smoothed(steps)
+    points, window = page.smoothed(steps)
     assert window == 3 and points[-1][1] == pytest.approx((0.5 * 4000 + 9 * 40) / 4040)
 
 

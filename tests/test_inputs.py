@@ -37,9 +37,11 @@ from colbench import (
     read_episodes,
     read_tasks,
     render,
+    states_of,
 )
 from speakers.local import load_model, load_tokenizer
 from train_critic import Reader
+from training import checkpoints
 
 TOKENIZER = byte_tokenizer()
 PROCESS = collect.Process(0, 1, "cpu")
@@ -152,7 +154,7 @@ def use_episodes(path):
         for item in items:
             for chosen, rejected in item.pairs:
                 assert item.rows[chosen].reward > item.rows[rejected].reward
-    list(train_critic.states_of(episodes))
+    list(states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, evaluate.ScoreSettings(draws=100))
 
 
@@ -465,7 +467,7 @@ def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
     (state / "rank0.pt").write_bytes(pickled_call(tmp_path))
     model = load_model(tiny())
     with pytest.raises(SystemExit, match=rf"{re.escape(str(state))}.*found .*remove the folder"):
-        train_critic.load_state(state, model, torch.optim.AdamW(model.parameters()), PROCESS)
+        checkpoints.load_state(state, model, torch.optim.AdamW(model.parameters()), PROCESS)
     assert not (tmp_path / "owned").exists()
 
 
@@ -595,8 +597,8 @@ def test_a_state_that_does_not_fit_on_the_disk_is_no_state(small_disk, tiny):
     folder, model = small_disk(60), load_model(tiny())
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(OSError, match="state.* could not be written"):
-        train_critic.save_state(folder / "state", 1, model, optimizer, PROCESS)
-    assert train_critic.load_state(folder / "state", model, optimizer, PROCESS) == 0
+        checkpoints.save_state(folder / "state", 1, model, optimizer, PROCESS)
+    assert checkpoints.load_state(folder / "state", model, optimizer, PROCESS) == 0
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from speakers.local import load_model
 from speakers.lora import (
     LINEAR_LAYERS, MATRICES, LoraLinear, LoraSettings, add_matrices, load_matrices, lora_layers,
     matrices_off, merge)
-from train_critic import Critic, trained_parameters
+from train_critic import Critic
+from training.ranks import trained_parameters
 
 SETTINGS = LoraSettings(rank=4, alpha=8, targets=LINEAR_LAYERS)
 IDS = torch.arange(20)[None]

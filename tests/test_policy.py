@@ -17,8 +17,8 @@ from colbench import (
     agent_prompt_of, load_episodes, read_episodes, read_jsonl, read_tasks, states_of)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, load_tokenizer
-from train_critic import (
-    Critic, Item, Reader, candidate_rows, dialogue_row, encode_row, pack_rows, turn_sums)
+from train_critic import Critic, Item, Reader, candidate_rows, dialogue_row, encode_row, turn_sums
+from training.packing import pack_rows
 from train_policy import (
     IGNORED, SAMPLING_FLAGS, DpoSettings, PairSettings, candidate_items, check_critic, dpo_loss,
     dpo_objective,
@@ -470,8 +470,8 @@ def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(
 
 def test_training_without_packs_ends_with_the_same_weights(trained, tiny, tmp_path):
     (tmp_path / "plain.py").write_text(
-        "import train_critic, train_policy\n"
-        "train_critic.PACK_LIMIT = 0\n"
+        "import training.packing, train_policy\n"
+        "training.packing.PACK_LIMIT = 0\n"
         "train_policy.launch(train_policy.main, train_policy.parse_args())\n")
     run_script(tmp_path / "plain.py", *flags("sweet", trained, tiny(), tmp_path / "again",
                                              "--candidates", trained / "sweet/candidates.jsonl"),

@@ -12,11 +12,10 @@ import pytest
 import torch
 from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
 
-import train_critic
 from collect import Process, join_processes
-from train_critic import (
-    Item, Row, ShardSettings, check_same_items, loop_settings, parse_args,
-    plan_batches, precompute_reference, save_state, shard, wait_for_files)
+from train_critic import Item, Row, loop_settings, parse_args, plan_batches, precompute_reference
+from training.checkpoints import save_state, wait_for_files
+from training.ranks import ShardSettings, check_same_items, shard
 
 ALONE = Process(0, 1, "cpu")
 
@@ -180,7 +179,7 @@ def test_states_are_saved_when_the_leaders_clock_says_so_on_all_ranks_at_once(ti
 def test_a_state_is_written_under_a_name_of_its_own_and_counted_before_it_gets_its_name(
         tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr(train_critic, "wait_for_files",
+    monkeypatch.setattr("training.checkpoints.wait_for_files",
                         lambda folder, count: counted.append((folder.name, count)))
     model = tiny_model(byte_tokenizer())
     optimizer = torch.optim.AdamW(model.parameters())

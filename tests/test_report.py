@@ -12,6 +12,7 @@ import pytest
 import evaluate
 from judge.browser import DevTools, find_chromium
 from toy.world import backend_tasks
+from report import page
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
@@ -754,7 +755,7 @@ def test_2500_episodes_open_within_a_second_in_5_megabytes(browser, tmp_path):
 
 
 def unpacked(*arguments):
-    packed = evaluate.packed_episodes(*arguments)
+    packed = page.packed_episodes(*arguments)
     return json.loads(zlib.decompress(base64.b64decode(packed))), len(packed)
 
 
@@ -801,5 +802,5 @@ def test_page_is_one_file_with_a_policy_that_allows_nothing_else(report):
 
 
 def test_page_without_data_opens_and_says_so(browser):
-    browser.open(evaluate.PAGE.as_uri())
+    browser.open(page.PAGE.as_uri())
     assert "JavaScript" in browser.text("#subtitle") and browser.complaints() == []

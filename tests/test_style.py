@@ -15,8 +15,8 @@ from commands import check_command, record
 from conftest import ROOT
 
 # A room may import from those before it and from itself; judge/ is where it begins
-ROOMS = ["judge", "colbench", "toy", "speakers", "collect", "train_critic", "train_policy",
-         "evaluate"]
+ROOMS = ["judge", "colbench", "toy", "speakers", "collect", "training", "train_critic",
+         "train_policy", "report", "evaluate"]
 STAGES = ["colbench", "collect", "train_critic", "train_policy", "evaluate"]
 LATE = {("colbench", "toy.world")}  # for `toy:` task names alone; only inside a function
 SELF_CONTAINED = ["judge.sandbox", "judge.browser"]  # the standard library alone
@@ -25,7 +25,7 @@ SELF_CONTAINED = ["judge.sandbox", "judge.browser"]  # the standard library alon
 def our_modules():
     """Dotted name -> path of every module that the scripts are made of."""
     paths = list(ROOT.glob("*.py"))
-    for folder in ("judge", "toy", "speakers"):
+    for folder in ("judge", "toy", "speakers", "training", "report"):
         paths += (ROOT / folder).glob("*.py")
     modules = {}
     for path in sorted(paths):

@@ -20,9 +20,11 @@ from colbench import (
     complete_episode,
     critic_messages,
     encode_prompt,
+    group_by_task,
     human_page_messages,
     read_episodes,
     read_tasks,
+    states_of,
 )
 from collect import Process
 from speakers import load_speaker
@@ -36,6 +38,7 @@ from speakers.vision import (
     vision_value_class,
 )
 from toy.world import page_of
+from training import checkpoints, ranks
 
 # The structure of Qwen2-VL's template: a picture is a token of its own between two others
 TEMPLATE = (
@@ -214,7 +217,7 @@ def save_critic(folder, tiny_vision, privileged):
              "model": tiny_vision}
     (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     processor = load_processor(tiny_vision)
-    train_critic.save_checkpoint(folder, model, processor, None, Process(0, 1, "cpu"))
+    checkpoints.save_checkpoint(folder, model, processor, None, Process(0, 1, "cpu"))
     return model.eval()
 
 
@@ -269,7 +272,7 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
     reopened, _ = critic
     episode = page_episode(page_task(), ["one page", "another", "the last"], 0.5)
     single = []
-    for _, turn, messages in train_critic.states_of([episode]):
+    for _, turn, messages in states_of([episode]):
         text = episode["dialogue_history"][2 * turn + 1]["content"]
         single += reopened.score(episode["task"], messages, [text], [turn < 2])
     assert reopened.score_dialogue(episode) == pytest.approx(single, abs=1e-4)
@@ -366,7 +369,7 @@ def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny
     process = Process(0, 1, "cpu")
     sight = Sight(tiny_vision, "ground_truth")
     reader = train_critic.Reader(sight.processor.tokenizer, "ground_truth", 2000, sight)
-    groups = train_critic.group_by_task(read_episodes(page_episodes))
+    groups = group_by_task(read_episodes(page_episodes))
     first_task = sorted(groups)[0]
     pairs = train_critic.pair_episodes(groups[first_task], "all")
     items, _ = train_critic.pair_items(reader, [pairs], "pair")
@@ -379,9 +382,9 @@ def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny
             optimizer.step()
             optimizer.zero_grad()
             if stops and step == 0:
-                train_critic.save_state(tmp_path / "state", 1, model, optimizer, process)
+                checkpoints.save_state(tmp_path / "state", 1, model, optimizer, process)
                 model, optimizer = started(tiny_vision, process)
-                assert train_critic.load_state(tmp_path / "state", model, optimizer, process) == 1
+                assert checkpoints.load_state(tmp_path / "state", model, optimizer, process) == 1
                 for group in optimizer.param_groups:
                     group["lr"] = 1e-3
         models.append(model)
@@ -394,5 +397,5 @@ def started(tiny_vision, process):
     torch.manual_seed(2)
     args = train_critic.parse_args(["--episodes", "e", "--output", "o",
                                     "--model", str(tiny_vision)])
-    model = train_critic.load_trainable(args, process, vision_value_class(tiny_vision))
+    model = ranks.load_trainable(args, process, vision_value_class(tiny_vision))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,0 +1,165 @@
+"""Checkpoints that from_pretrained opens, and states from which a killed run resumes exactly."""
+
+import contextlib
+import math
+import os
+import pickle
+import shutil
+import time
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from speakers.lora import MATRICES, merge
+from training.ranks import trained_parameters
+
+def save_checkpoint(output, model, tokenizer, agent_prompt, process):
+    """A directory that from_pretrained opens, with fp32 weights: bf16 would lose small steps.
+
+    config.json comes last, so that a half-written checkpoint never opens.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    kept = {name for name, _ in named}  # a tied weight has one name here
+    weights = {name: weight for name, weight in weights.items() if name in kept}
+    if process.leads:
+        partial = output / "checkpoint.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.config.dtype = torch.float32
+        weights, matrices = merge(weights, model)
+        with writing(partial):
+            model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+            if matrices:
+                save_file(matrices, partial / MATRICES)
+        if agent_prompt is not None:  # the instructions travel with the weights trained on them
+            (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, output / path.name)
+        partial.rmdir()
+    process.barrier()
+
+
+def is_complete(output, max_steps, process):
+    """Whether the directory holds the finished checkpoint of this very command.
+
+    A run that --max_steps has cut keeps its state, and a larger --max_steps resumes it.
+    """
+    if not (output / "config.json").is_file():
+        return False
+    state = output / "state"
+    to_resume = state.is_dir() and read_state(state, process)["step"] < (max_steps or math.inf)
+    process.barrier()  # all ranks have looked
+    if process.leads:
+        if to_resume:
+            (output / "config.json").unlink()  # while files are replaced, nothing may open them
+        else:
+            remove_leftovers(output)
+            print(f"{output}: this run is complete; nothing to do")
+    process.barrier()
+    return not to_resume
+
+
+def remove_leftovers(output):
+    """What a kill may have left of states and checkpoints that were being written or removed."""
+    for path in [*output.glob("state.*"), output / "checkpoint.partial"]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def save_state(folder, step, model, optimizer, process):
+    """What an exact resume needs; each rank writes its shards. Only a whole folder gets its name.
+
+    While it is written, a state has a name of its own: NFS clients remember names for a while, and
+    under one that was used before, a node could write into the state that is still good.
+    """
+    partial = folder.with_name(f"state.{step}.partial")
+    if process.leads:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    process.barrier()
+    parameters = trained_parameters(model)
+    moments = [{name: local(value) for name, value in optimizer.state[parameter].items()}
+               for parameter in parameters]
+    state = {"step": step, "world": process.world, "moments": moments,
+             "parameters": [local(parameter) for parameter in parameters]}
+    with writing(partial):
+        torch.save(state, partial / f"rank{process.rank}.pt")
+    process.barrier()
+    if process.leads:
+        wait_for_files(partial, process.world)
+        old = folder.with_name("state.old")
+        if folder.exists():  # else a kill came between the two renames, and `old` is all there is
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def wait_for_files(folder, count, patience=120):
+    """Wait until this node sees the files of all ranks; NFS may show them late."""
+    deadline = time.monotonic() + patience
+    while (found := len(list(folder.iterdir()))) < count:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{folder}: found the files of {found} processes, expected {count};"
+                             " all nodes need the same --output folder")
+        time.sleep(1)
+
+
+def load_state(folder, model, optimizer, process):
+    """The step to resume from, 0 without a state; restores weights and moments bit for bit."""
+    old = folder.with_name("state.old")
+    if not folder.is_dir() and old.is_dir():
+        folder = old  # killed between the two renames of save_state
+    if not folder.is_dir():
+        return 0
+    state = read_state(folder, process)
+    parameters = trained_parameters(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # a step of length 0 makes the moments, which are then filled
+    optimizer.zero_grad()
+    with torch.no_grad():
+        saved = zip(parameters, state["parameters"], state["moments"], strict=True)
+        for parameter, weights, moments in saved:
+            local(parameter).copy_(weights)
+            for name, value in moments.items():
+                local(optimizer.state[parameter][name]).copy_(value)
+    return state["step"]
+
+
+def read_state(folder, process):
+    """This rank's part of a saved state; a state of another number of processes is refused."""
+    path = folder / f"rank{process.rank}.pt"
+    found = len(list(folder.iterdir()))
+    try:
+        state = None
+        if path.is_file():
+            state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise SystemExit(f"{path}: found a state that cannot be read"
+                         f" ({str(error).splitlines()[0]}), expected one that this command saved;"
+                         " remove the folder to start again") from None
+    if state is None or state["world"] != process.world:
+        raise SystemExit(f"{folder}: found the state of a run of {found} processes, expected"
+                         f" {process.world}; use as many as before, or remove the folder to start"
+                         " again")
+    return state
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextlib.contextmanager
+def writing(folder):
+    """Turn write errors of torch and safetensors, such as a full disk, into an OSError."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(f"{folder} could not be written ({error})") from None
