@@ -5,7 +5,7 @@
 #   vllm serve meta-llama/Llama-3.1-70B-Instruct --tensor-parallel-size 8   (elsewhere: HUMAN_URL)
 #
 # One node of eight 80 GB GPUs:    runs/backend_8b.sh                        2 to 3 hours
-# One H200:                        RUN=python runs/backend_8b.sh             more than a day
+# One H200:                        RUN=python runs/backend_8b.sh             about a day
 # Two nodes of eight, on each:     NODE=0 (the other: 1) HUMAN_URL=http://human:8000/v1 \
 #     OUT=/shared/backend_8b GLOO_SOCKET_IFNAME=eth0 RUN="torchrun --nnodes 2 --nproc_per_node 8 \
 #     --rdzv_backend c10d --rdzv_endpoint node0:29500" runs/backend_8b.sh
