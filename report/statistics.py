@@ -99,20 +99,29 @@ def compare(ours, theirs, metric, task_draws):
     # Both policies meet the same drawn tasks: they are paired. Their seeds are drawn independently.
     our_means = ours.run_draws @ left / len(left)  # (D, T)
     their_means = theirs.run_draws @ right / len(right)
-    differences = ((our_means - their_means) * weights).sum(1)[drawn] / weights.sum(1)[drawn]
-    gaps = left.mean(0) - right.mean(0)
-    signs = numpy.sign(numpy.round(gaps, 12))  # equal sums, added in another order, are a tie
-    wins, losses = int((signs > 0).sum()), int((signs < 0).sum())
-    points = (signs[None] + 1) / 2  # a tie is half a win
-    difference = {"value": float(gaps.mean())} | bounds(differences, len(gaps), GAP)
+    gaps, drawn_gaps = left.mean(0) - right.mean(0), our_means - their_means  # (T,), (D, T)
+
+    def drawn_mean(table):
+        return (table * weights).sum(1)[drawn] / weights.sum(1)[drawn]
+
+    points = win_points(gaps)
+    wins, losses = int((points == 1).sum()), int((points == 0).sum())
+    difference = {"value": float(gaps.mean())} | bounds(drawn_mean(drawn_gaps), len(gaps), GAP)
+    rates = drawn_mean(win_points(drawn_gaps))
     p = sign_test(wins, losses)
     return {
         "difference": difference,
-        "win_rate": interval(points, numpy.ones((len(weights), 1)), weights, SHARE),
+        "win_rate": {"value": float(points.mean())} | bounds(rates, len(gaps), SHARE),
         "tasks": len(gaps), "wins": wins, "losses": losses, "sign_test_p": p,
         # both, since a bootstrap over a handful of tasks is too narrow
         "settled": difference["low"] * difference["high"] > 0 and p < 0.05,
     }
+
+
+def win_points(gaps):
+    """1 for each task where ours is ahead, 0 where it is behind, one half for a tie."""
+    # equal sums, added in another order, are a tie
+    return (numpy.sign(numpy.round(gaps, 12)) + 1) / 2
 
 
 def limits_of(key):

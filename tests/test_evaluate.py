@@ -251,6 +251,20 @@ def test_frontend_win_rate_counts_ties_half_and_omits_success(tmp_path):
     assert "Similarity × 100" in (tmp_path / "results.md").read_text()
 
 
+def test_the_interval_of_a_win_rate_covers_other_seeds():
+    task_draws = statistics.draw_counts(numpy.random.default_rng(0), 40, 500)
+    theirs = statistics.PolicyValues({"reward": numpy.full((1, 40), 0.5)}, numpy.ones((500, 1)))
+    widths = []
+    for seeds in ([0.6, 0.6], [0.9, 0.3]):  # both seeds ahead; one ahead, the other behind
+        ours = statistics.PolicyValues(
+            {"reward": numpy.repeat([[seed] for seed in seeds], 40, 1)},
+            statistics.draw_counts(numpy.random.default_rng(1), 2, 500))
+        rate = statistics.compare(ours, theirs, "reward", task_draws)["win_rate"]
+        assert rate["value"] == 1.0
+        widths.append(rate["high"] - rate["low"])
+    assert widths[0] < 0.2 and widths[1] == 1.0
+
+
 def test_other_tasks_are_refused_and_named(tmp_path):
     with pytest.raises(SystemExit, match=r"2 of 3 tasks in a run of 'b' \(t1, t2\)"):
         evaluated(tmp_path, a=[episode(task) for task in range(3)], b=[episode(0)])
