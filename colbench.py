@@ -86,6 +86,8 @@ def reasons_of(grade, last_message):
 
 def lacks_answer(episode):
     """Whether the dialogue ends without an answer, so that a question was graded in its place."""
+    if episode["reasons"]:  # pages, and the official episodes, have none
+        return "no answer" in episode["reasons"].values()
     last = episode["dialogue_history"][-1]
     text = last.get("output") or last["content"]
     _, _, answer = text.partition(ANSWER_MARKER)

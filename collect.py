@@ -571,7 +571,7 @@ def claim_rollout(path, flags, process):
     """claim_output for episodes; how many are played at once, and their later use, may differ."""
     tasks = flags["tasks"] if Path(flags["tasks"]).is_file() else None
     inputs = [tasks, flags["agent_prompt"], flags["human_prompt"]]
-    inputs += records(flags["agent"], flags.get("critic"))
+    inputs += records(flags["agent"], flags["human"], flags.get("critic"))
     claim_output(path, flags, inputs, process, ("batch_size", "best_of_n", "against", "report",
                                                 "metrics", "draws", "leak_threshold"))
 

@@ -256,7 +256,7 @@ def best_by_critic(critic, request, candidates):
     if advantages is None:
         return 0
     # an empty text has no tokens, and so an advantage of 0 that says nothing
-    advantages = [value if text else -math.inf
+    advantages = [value if text.strip() else -math.inf
                   for text, value in zip(texts, advantages, strict=True)]
     return int(numpy.argmax(advantages))
 
@@ -313,7 +313,7 @@ def roll_out(args, process):
     """
     tasks = rollout_tasks(args, process)
     jobs = all_jobs(tasks, args.samples_per_task)
-    scorer = load_scorer(args, process.device)
+    scorer = load_scorer(args, process.device) if args.best_of_n else None
     base = args.name or Path(args.agent_model or args.agent).name
     policies = {}
     for count in args.best_of_n or [1]:

@@ -56,7 +56,7 @@ from speakers.lora import LINEAR_LAYERS, MATRICES, load_matrices, matrices_off
 from speakers.vision import Sight, sees_pictures, vision_value_class
 from toy.world import credit_auc, has_toy_credit
 from training.checkpoints import (
-    is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
+    REFERENCE, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from training.packing import forward_values, in_packs, pack_limit, pack_rows, token_logprobs
 from training.ranks import (
     check_same_items, items_digest, load_trainable, lora_settings, score_on_all_ranks, shard,
@@ -180,8 +180,9 @@ class Row:
 class Item:
     """What a batch counts as one: rows, and which of them are compared.
 
-    By default one pair, so two rows. With `--share state` all pairs of a state (or task), whose
-    rows are then computed once. In supervised training one dialogue, without pairs.
+    By default one pair, so two rows. With `--share state` all pairs of a state (critic and
+    multi-turn DPO: of a task); a row in several pairs is computed once. In supervised training one
+    dialogue, without pairs.
     """
 
     rows: list
@@ -262,7 +263,7 @@ def critic_objective(model, items, settings):
     """Eq. (2) over Eq. (3), with the NLL term: metrics of a micro-batch, name -> (items,).
 
     `TrainingLoop.optimise` minimises "train/loss". An item's value is the mean over its pairs, and
-    the step weighs items by their pairs, so that every pair of a batch counts the same.
+    an item weighs as much as it has pairs, so that every pair of a batch counts the same.
     """
     rows = [row for item in items for row in item.rows]
     chosen, rejected = pair_indices(items, model.device)  # indices into rows, (B,) each
@@ -270,7 +271,8 @@ def critic_objective(model, items, settings):
     reference_sums = reference_table(rows, sums)  # (R, S): log pi_ref, computed before step 1
     advantages = advantage(sums, reference_sums, counts, settings.normalise)
     losses = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
-    nll = (-sums.sum(1) / counts.sum(1))[chosen]  # mean over the chosen dialogue's agent tokens
+    tokens = counts.sum(1).clamp(min=1)
+    nll = (-sums.sum(1) / tokens)[chosen]  # mean over the agent tokens of the chosen dialogue
     losses = losses + settings.nll * nll
     margin = advantages[chosen].sum(1) - advantages[rejected].sum(1)
     metrics = {"train/loss": losses, "train/accuracy": accuracy(margin),
@@ -490,9 +492,6 @@ def turn_values(model, rows, packs_at_once=None):
     return in_packs(forward_values, model, rows, packs_at_once)
 
 
-REFERENCE = "reference.json"  # in an output, until the run is complete
-
-
 def precompute_reference(model, items, process, micro_batch_size=1, path=None):
     """Fill `reference` of every row: its turns' log-prob sums under pi_ref.
 
@@ -575,6 +574,7 @@ class TrainingLoop:
             print(f"--batch_size {settings.batch_size} is smaller than the number of processes,"
                   f" {self.process.world}: {idle} of them add nothing to a step")
         start = load_state(state, self.model, self.optimizer, self.process)
+        self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.save_at = time.monotonic() + 60 * settings.save_minutes
         self.log = MetricsLog(settings.output / "metrics.jsonl", start, self.process)
         for step in self.log.progress(start, self.last):
@@ -648,7 +648,6 @@ class TrainingLoop:
         """After the checkpoint is saved, unless --max_steps has cut the run."""
         output = self.settings.output
         if self.process.leads and self.last == len(self.batches):
-            (output / REFERENCE).unlink(missing_ok=True)
             if (output / "state").is_dir():
                 (output / "state").rename(output / "state.done")  # a kill leaves no half state
             remove_leftovers(output)
@@ -819,7 +818,9 @@ class Critic:
 
     def score(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None if the state is too long."""
-        distinct = list(dict.fromkeys(zip(texts, finished, strict=True)))
+        # in the dialogues that it was trained on, turns are stripped
+        candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
+        distinct = list(dict.fromkeys(candidates))
         privileged, sight = self.reader.privileged, self.reader.sight
         opening = sight.opening_reader(task, messages) if sight else None
         view = critic_messages(task, messages, privileged)
@@ -830,7 +831,7 @@ class Critic:
         if self.reference == "plain":  # official ranking: the reference does not see the solution
             reference_rows = candidate_rows(self.reader, messages, distinct)
         by_candidate = dict(zip(distinct, self._advantages(rows, reference_rows), strict=True))
-        return [by_candidate[candidate] for candidate in zip(texts, finished, strict=True)]
+        return [by_candidate[candidate] for candidate in candidates]
 
     def score_dialogue(self, episode):
         """The advantage of each agent turn of an episode; None for turns that do not fit."""

@@ -14,7 +14,7 @@ all that are given.
         --critic critic --model meta-llama/Llama-3.1-8B-Instruct --output policy
 
 Reads: episodes, a critic's checkpoint directory. Writes: a checkpoint directory with run.json,
-metrics.jsonl and candidates.jsonl. Letters in shapes: B pairs, R rows, S turns, N candidates.
+metrics.jsonl, candidates.sampled.jsonl and candidates.jsonl. Letters in shapes: B pairs, R rows, S turns, N candidates.
 
 Differences from the paper: none known. Differences from the official code: the reference model of
 the ranking sees the solution, too (`--reference plain` is theirs); NLL trains agent tokens only;
@@ -42,11 +42,11 @@ from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
-    COST_FLAGS, REFERENCE, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags,
-    candidate_rows, check_training_flags, critic_flags, dialogue_row, group_pairs, known,
-    length_advice, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
-    precompute_reference, reference_table, succeeded, turn_sums)
-from training.checkpoints import is_complete, save_checkpoint
+    COST_FLAGS, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags, candidate_rows,
+    check_training_flags, critic_flags, dialogue_row, group_pairs, known, length_advice,
+    loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items, precompute_reference,
+    reference_table, succeeded, turn_sums)
+from training.checkpoints import REFERENCE, is_complete, save_checkpoint
 from training.ranks import check_same_items, load_trainable, shard, shard_settings
 
 # -----------------------------------------------------------------------------
@@ -205,7 +205,10 @@ def main(args):
         return
 
     if args.stop_after == "sampling":  # the rest then finds the candidates on disk
-        sample_states(args, episodes, process)
+        rows = sample_states(args, episodes, process)
+        if process.leads:
+            print(f"{output}: candidates of {len(rows)} states; give the same command without"
+                  " --stop_after to rank them and to train")
         return
 
     # 1. what the policy learns from
@@ -340,8 +343,7 @@ def sample_candidates(states, sampling, output, process):
     Ranks share the states; a rerun resumes.
     """
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
-    store = ResumableJsonl(Path(output) / "candidates.sampled.jsonl", candidate_key, process,
-                           lambda row: not row.get("error"))
+    store = ResumableJsonl(Path(output) / "candidates.sampled.jsonl", candidate_key, process)
     mine = [(key, messages) for key, (_, _, messages)
             in list(zip(keys, states, strict=True))[process.rank::process.world]
             if key not in store.rows]
@@ -367,7 +369,9 @@ def sample_candidates(states, sampling, output, process):
                 row["candidates"] = [utterance.text for utterance in reply]
                 row["finished"] = [utterance.finished for utterance in reply]
             elif reply.refused:
-                print(f"{key}: omitted, since the server refuses this state ({reply})")
+                task_id, number, turn = key
+                print(f"task {task_id}, sample {number}, turn {turn}: omitted, since the server"
+                      f" refuses this state ({reply})")
                 row["error"] = str(reply)
             else:
                 failed = reply

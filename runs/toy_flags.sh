@@ -1,4 +1,4 @@
-# Flags of the embedded world's recipes, which source this file. README says how they were chosen.
+# Flags of the embedded world's recipes, which source this file. docs/measured.md says how they were chosen.
 export OMP_NUM_THREADS=1
 # fresh pages cost time: keep what is freed
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000

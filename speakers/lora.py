@@ -74,9 +74,11 @@ def matrices_off(model):
     layers = lora_layers(model).values()
     for layer in layers:
         layer.enabled = False
-    yield
-    for layer in layers:
-        layer.enabled = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
 
 
 def merge(weights, model):

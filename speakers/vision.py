@@ -219,7 +219,7 @@ class Sight:
 def vision_value_class(path):
     """A vision-language checkpoint's class, with a value head in place of the language head.
 
-    Its logits (R, T, 1) are, for each token, the head's mean over all tokens read so far.
+    Its logits are (R, T, 1), as those of a text model with such a head.
     """
     from transformers.modeling_outputs import TokenClassifierOutput
 
@@ -239,11 +239,7 @@ def vision_value_class(path):
             hidden = self.model(**inputs).last_hidden_state  # (R, T, D)
             if "pixel_values" not in inputs:
                 hidden = hidden + zero_with_gradients(self.parameters_of_vision())
-            scores = self.score(hidden).float()  # (R, T, 1)
-            # the head is linear, so the mean of its outputs is its output for the mean
-            count = torch.arange(1, scores.shape[1] + 1, device=scores.device)[:, None]
-            means = scores.cumsum(1) / count
-            return TokenClassifierOutput(logits=means)
+            return TokenClassifierOutput(logits=self.score(hidden))
 
         def parameters_of_vision(self):
             decoder = {id(parameter) for parameter in self.get_decoder().parameters()}

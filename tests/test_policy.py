@@ -447,6 +447,17 @@ def test_only_turns_of_successes_are_states_where_these_are_asked_for(trained, t
     assert keys == [key for key in everything if key[1] == 1]
 
 
+def test_a_run_that_stops_after_sampling_is_continued_by_the_command_without_that_flag(
+        trained, tiny, tmp_path):
+    command = sweet(trained, tiny(), tmp_path / "out")
+    done = run_script("train_policy.py", *command, "--stop_after", "sampling")
+    assert "give the same command without --stop_after" in done.stdout
+    left = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name[0] != ".")
+    assert left == ["candidates.sampled.jsonl", "run.json"]
+    run_script("train_policy.py", *command)
+    assert same_weights(trained / "sweet", tmp_path / "out")
+
+
 def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_path):
     run_script("train_policy.py", *sweet(trained, tiny(), tmp_path / "sweet"), processes=2)
     rows = zip(candidates_of(trained / "sweet"), candidates_of(tmp_path / "sweet"), strict=True)

@@ -292,6 +292,8 @@ def test_a_state_that_a_server_refuses_gets_no_candidates_and_the_rest_is_kept(t
         rows = train_policy.sample_candidates(states, sampling, tmp_path, process)
     assert [(row["turn"], row["candidates"]) for row in rows] == [(0, ["a text", "a text"])]
     assert capsys.readouterr().out.count("too long") == 2
+    # the server is gone, as after --stop_after sampling: a refused state is not asked for again
+    assert train_policy.sample_candidates(states, sampling, tmp_path, process) == rows
 
 
 def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):

@@ -214,7 +214,7 @@ def save_critic(folder, tiny_vision, privileged):
     torch.nn.init.normal_(model.score.weight)
     folder.mkdir()
     flags = {"head": "value", "normalise": "turn", "privileged": privileged, "max_length": 2000,
-             "model": tiny_vision}
+             "model": tiny_vision, "lora_rank": 0}
     (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     processor = load_processor(tiny_vision)
     checkpoints.save_checkpoint(folder, model, processor, None, Process(0, 1, "cpu"))

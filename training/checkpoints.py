@@ -64,8 +64,13 @@ def is_complete(output, max_steps, process):
     return not to_resume
 
 
+REFERENCE = "reference.json"  # log-probs under pi_ref, in an output until the run is complete
+
+
 def remove_leftovers(output):
-    """What a kill may have left of states and checkpoints that were being written or removed."""
+    """What a run without a state does not need, such as what a kill left half written."""
+    if not (output / "state").is_dir():
+        (output / REFERENCE).unlink(missing_ok=True)
     for path in [*output.glob("state.*"), output / "checkpoint.partial"]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -78,7 +83,8 @@ def save_state(folder, step, model, optimizer, process):
     """
     partial = folder.with_name(f"state.{step}.partial")
     if process.leads:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_by_a_kill in folder.parent.glob("state.*.partial"):
+            shutil.rmtree(left_by_a_kill, ignore_errors=True)
         partial.mkdir(parents=True)
     process.barrier()
     parameters = trained_parameters(model)

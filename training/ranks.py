@@ -75,6 +75,7 @@ def shard(model, process, settings):
     # (many models' end of text), it has to learn. Padding never reaches a loss here
     model.get_input_embeddings().padding_idx = None
     model.train()
+    process.barrier()  # nodes load at different speeds; from here on, no rank waits long
     dtype = compute_dtype(process.device, settings.dtype)
     if process.world == 1 and process.device == "cpu" and dtype == "float32":
         return  # nothing to share, and DTensors would slow small models down
@@ -139,12 +140,14 @@ def no_grad(model):
     """
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        yield
-    model.train(was_training)
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
 
 def check_same_items(items, process):
