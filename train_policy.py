@@ -14,7 +14,8 @@ all that are given.
         --critic critic --model meta-llama/Llama-3.1-8B-Instruct --output policy
 
 Reads: episodes, a critic's checkpoint directory. Writes: a checkpoint directory with run.json,
-metrics.jsonl, candidates.sampled.jsonl and candidates.jsonl. Letters in shapes: B pairs, R rows, S turns, N candidates.
+metrics.jsonl, candidates.sampled.jsonl and candidates.jsonl.
+Letters in shapes: B pairs, R rows, S turns, N candidates.
 
 Differences from the paper: none known. Differences from the official code: the reference model of
 the ranking sees the solution, too (`--reference plain` is theirs); NLL trains agent tokens only;

@@ -153,7 +153,7 @@ def use_episodes(path):
         items, _ = train_critic.pair_items(reader, pairs, "pair")
         for item in items:
             for chosen, rejected in item.pairs:
-                assert item.rows[chosen].reward > item.rows[rejected].reward
+                assert item.rows[chosen].outcome >= item.rows[rejected].outcome
     list(states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, evaluate.ScoreSettings(draws=100))
 
@@ -249,7 +249,8 @@ VALUES = [
 ]
 MAY_BE_ZERO = (
     "warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "success_reward",
-    "min_gap", "temperature", "human_temperature", "leak_threshold",
+    "min_gap", "temperature", "human_temperature", "leak_threshold", "lora_rank", "save_minutes",
+    "checkpointing_every",
 )
 
 

@@ -161,7 +161,7 @@ def write_sweet(folder, text="Which unit?"):
     steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
               "train/nll": 0.5} for i in range(40)]
     return write_run(folder, steps, method="sweet", model="toy/base", min_gap=0.0, seed=0,
-                     pairing="halves", pairs_per_state=2)
+                     share="pair", pairing="halves", pairs_per_state=2)
 
 
 def write_critic(folder):
@@ -192,6 +192,7 @@ def report(tmp_path_factory):
     theirs = [episode(task, 0, passed=False, text=text) for task, text in enumerate(texts)]
     theirs[4] |= {"error": "server gone", "reward": None, "success": None}
     theirs[5]["dialogue_history"][-1] = {"role": "assistant", "content": "And the unit?"}
+    theirs[5] |= {"reasons": {"test1": "no answer", "test2": "no answer"}, "reward": 0.0}
     metrics = [f"critic={write_critic(folder / 'critic')}", f"ours={write_sweet(folder / 'ours')}"]
     return write_report(folder, "--metrics", *metrics, ours=ours, theirs=theirs)
 
