@@ -612,7 +612,7 @@ class FlagParser(argparse.ArgumentParser):
     """Names the flag that a mistyped one is closest to."""
 
     def parse_known_args(self, args=None, namespace=None):
-        known = ["--help", *re.findall(r"--\w+", self.format_usage())]
+        known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
         for word in sys.argv[1:] if args is None else args:
             flag = word.partition("=")[0]
             if not flag.startswith("--") or any(name.startswith(flag) for name in known):

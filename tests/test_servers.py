@@ -31,7 +31,7 @@ from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
 from toy.world import SCRIPTED
 
-TIMEOUT = 0.3  # of the client, in seconds
+TIMEOUT = 0.6  # of the client, in seconds
 FAULTS = (
     "429", "500", "503", "error without end", "cut body", "not JSON", "not an object",
     "empty choices", "no text", "silence", "closed connection",
