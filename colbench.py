@@ -576,7 +576,7 @@ def read_episodes(path):
 
 
 def load_episodes(paths, agent_prompt=None):
-    """Episodes that can be trained on, and how many were left out because of an error.
+    """Episodes that can be trained on, and how many were omitted because of an error.
 
     Samples of a task that an earlier file has too are numbered on from there. `agent_prompt` names
     a file with the agent's instructions for episodes that omit them, such as the official ones.

@@ -647,7 +647,7 @@ def add_rollout_flags(parser):
     add("--num_tasks", type=int,
         help="the first so many tasks (default: all; 1000 of a toy world)")
     add("--skip_unsolvable", action="store_true",
-        help="leave out tasks that their own solution cannot solve")
+        help="omit tasks that their own solution cannot solve")
     add("--seed", type=int, default=0, help="seed of all sampling")
     group = parser.add_argument_group("agent")
     add("--agent", help="model name or directory, http://host:port/v1, or scripted")
@@ -711,7 +711,7 @@ def refuse_ignored(parser, args, names, reason):
 
 
 def rollout_tasks(args, process):
-    """The tasks of --tasks, without those that --skip_unsolvable leaves out."""
+    """The tasks of --tasks, without those that --skip_unsolvable omits."""
     tasks = read_tasks(args.tasks, args.num_tasks)
     unsolvable = unsolvable_tasks(tasks, args, process)
     if not unsolvable:
@@ -721,9 +721,9 @@ def rollout_tasks(args, process):
         if len(unsolvable) > 5:
             lines += ", ..."
         if args.skip_unsolvable:
-            what = "are left out"
+            what = "are omitted"
         else:
-            what = "are played all the same (--skip_unsolvable leaves them out)"
+            what = "are played all the same (--skip_unsolvable omits them)"
         print(f"{len(unsolvable)} of {len(tasks)} tasks cannot be solved by their own solution and"
               f" {what}: {args.tasks}, line {lines}; `python colbench.py check {args.tasks}` says"
               " why", file=sys.stderr)

@@ -303,11 +303,11 @@ def main(args):
     items, report = pair_items(reader, pairs_of(train_tasks), args.share)
     held_items, held_report = pair_items(reader, pairs_of(held_out_tasks), args.share)
     if process.leads:
-        print(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones left out):"
+        print(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones omitted):"
               f" {report['pairs']} pairs from {report['tasks_with_pairs']} tasks,"
               f" {report['tasks_without']} tasks without mixed outcome, {held_report['pairs']}"
               f" pairs of {len(held_out_tasks)} tasks held out; {report['turns_dropped']} turns"
-              f" dropped and {report['too_long']} episodes left out for --max_length"
+              f" dropped and {report['too_long']} episodes omitted for --max_length"
               f" {args.max_length}")
     if not items:
         advice = length_advice(report, args.max_length)
@@ -446,7 +446,7 @@ def length_advice(report, max_length):
     too_long = report.get("too_long", 0) + report.get("pairs_too_long", 0)
     if not too_long:
         return ""
-    return f"; raise --max_length {max_length}, which left out {too_long} that are longer"
+    return f"; raise --max_length {max_length}, which omitted {too_long} that are longer"
 
 
 def open_reader(args):
@@ -515,13 +515,12 @@ def precompute_reference(model, items, process, micro_batch_size=1, path=None):
 
 def load_reference(path, digest, process):
     """The sums that an earlier run of the same command left, or None; what the leader finds."""
-    found = [None]
+    found = None
     if process.leads and path.is_file():
         saved = json.loads(path.read_text())
         if saved["items"] == digest:
-            found = [saved["sums"]]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
+            found = saved["sums"]
+    return process.from_leader(found)
 
 
 # -----------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def main(args):
     items, report = method_items(args, reader, episodes, process)
     if process.leads:
         counts = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in report.items())
-        print(f"{len(episodes)} episodes ({failed} failed ones left out): {counts}")
+        print(f"{len(episodes)} episodes ({failed} failed ones omitted): {counts}")
     if not items:
         raise SystemExit(f"{' '.join(args.episodes)}: found nothing for --method {args.method} to"
                          " learn from; expected mixed outcomes (mtdpo), successes (rft) or states"
@@ -403,7 +403,7 @@ def check_critic(args):
     flags = critic_flags(args.critic)
     if flags["head"] == "value" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that has a value head, which needs"
-                         " no reference model; expected it to be left out")
+                         " no reference model; expected it to be omitted")
 
 
 def open_tokenizer(args, episodes):

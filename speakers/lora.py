@@ -5,7 +5,7 @@ frozen, in the type that models compute in; A and B learn in fp32. B starts at z
 first step the model is the one that it started from; and with the matrices off it always is. One
 model therefore serves as policy (or critic) and as its own reference.
 
-Left out on purpose: dropout on x, because advantages and DPO compare log-probs of the same tokens
+Omitted on purpose: dropout on x, because advantages and DPO compare log-probs of the same tokens
 with and without the matrices, and noise on one side would enter every ratio; it is also off in the
 usual recipes for DPO.
 """

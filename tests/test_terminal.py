@@ -187,7 +187,7 @@ def play(tasks, output, *more, **options):
 def test_a_rollout_says_how_many_tasks_their_own_solution_cannot_solve(tasks, tmp_path):
     done = play(tasks, tmp_path / "e.jsonl")
     assert done.stderr.count("2 of 3 tasks cannot be solved by their own solution") == 1
-    assert f"(--skip_unsolvable leaves them out): {tasks}, line 2, 3;" in done.stderr
+    assert f"(--skip_unsolvable omits them): {tasks}, line 2, 3;" in done.stderr
     assert len(colbench.read_episodes(tmp_path / "e.jsonl")) == 3
 
 
@@ -195,7 +195,7 @@ def test_skip_unsolvable_leaves_them_out_on_all_ranks_and_when_it_resumes(tasks,
     write(tasks, TASKS + [TASKS[0]])
     for processes in (2, 1):
         done = play(tasks, tmp_path / "e.jsonl", "--skip_unsolvable", processes=processes)
-        assert done.stderr.count(f"are left out: {tasks}, line 2, 3;") == 1
+        assert done.stderr.count(f"are omitted: {tasks}, line 2, 3;") == 1
         episodes = colbench.read_episodes(tmp_path / "e.jsonl")
         assert [row["task"]["problem_description"] for row in episodes] == ["double n"] * 2
 
@@ -282,7 +282,7 @@ def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path,
     rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
     done = run_script(script, *flags, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
                       tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
-    assert "raise --max_length 8, which left out 2 that are longer" in done.stderr
+    assert "raise --max_length 8, which omitted 2 that are longer" in done.stderr
     assert "collect more" not in done.stderr and "Traceback" not in done.stderr
 
 
