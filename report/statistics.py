@@ -5,6 +5,7 @@ import typing
 
 import numpy
 
+
 def wilson(share, count):
     """Wilson's 95 % interval (low, high) of a share of `count` independent outcomes."""
     z = 1.959964

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from speakers.lora import MATRICES, merge
 from training.ranks import trained_parameters
 
+
 def save_checkpoint(output, model, tokenizer, agent_prompt, process):
     """A directory that from_pretrained opens, with fp32 weights: bf16 would lose small steps.
 

@@ -12,6 +12,7 @@ from speakers.local import compute_dtype, load_model
 from speakers.lora import LoraSettings, add_matrices
 from training.packing import pack_limit, pack_rows
 
+
 def load_trainable(args, process, auto_class="AutoModelForCausalLM", **options):
     """fp32 master weights, read as the checkpoint has them: hosts hold no fp32 copies of bf16.
 
