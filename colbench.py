@@ -159,7 +159,7 @@ def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
     if prompt is not None:
         return prompt
     domain = DOMAINS[task["domain"]]
-    if max_turns == 1:
+    if max_turns == 1 and domain.one_turn_prompt:
         return domain.one_turn_prompt
     return filled(domain.agent_prompt, {"max_turns": str(max_turns)})
 
@@ -390,9 +390,9 @@ class Domain(typing.NamedTuple):
     """
 
     agent_prompt: str  # may hold {max_turns}
-    one_turn_prompt: str  # the same where the agent sends one message only
     human_prompt: str
     referee: type  # how answers are judged, and what the human sees
+    one_turn_prompt: str | None = None  # for agents that send one message only, if it is another
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
     reply_chars: int = 400  # human replies are cut here
     human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
@@ -427,18 +427,18 @@ def one_domain(tasks):
 DOMAINS = {
     "backend": Domain(
         agent_prompt=BACKEND_AGENT_PROMPT,
-        one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
         human_prompt=BACKEND_HUMAN_PROMPT,
         referee=BackendReferee,
+        one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
         complete=complete_backend,
         flags=("judge", "require_protection"),
         check=check_solutions,
     ),
     "frontend": Domain(
         agent_prompt=FRONTEND_AGENT_PROMPT,
-        one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
         human_prompt=FRONTEND_HUMAN_PROMPT,
         referee=FrontendReferee,
+        one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
         reply_chars=1000,
         human_prompt_fields=(),  # the solution comes as a picture
         has_success=False,
