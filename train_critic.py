@@ -59,7 +59,7 @@ from training.checkpoints import (
     REFERENCE, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from training.packing import forward_values, in_packs, pack_limit, pack_rows, token_logprobs
 from training.ranks import (
-    check_same_items, items_digest, load_trainable, lora_settings, score_on_all_ranks, shard,
+    check_same_items, load_trainable, lora_settings, score_on_all_ranks, shard,
     shard_settings, split_over_ranks, trained_parameters)
 
 # -----------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def main(args):
         advice = advice or "; collect more episodes per task, or try --pairs all"
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
                          f" episode, expected at least one{advice}")
-    check_same_items(items + held_items, process)
+    digest = check_same_items(items + held_items, process)
     inputs = [*args.episodes, args.agent_prompt, *records(args.model)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
 
@@ -325,7 +325,7 @@ def main(args):
             objective = functools.partial(value_objective, model)
         else:
             precompute_reference(model, items + held_items, process, args.micro_batch_size,
-                                 output / REFERENCE)
+                                 KeptReference(output / REFERENCE, digest))
             objective = functools.partial(critic_objective, model, settings=settings)
 
         # 4. steps
@@ -492,33 +492,37 @@ def turn_values(model, rows, packs_at_once=None):
     return in_packs(forward_values, model, rows, packs_at_once)
 
 
-def precompute_reference(model, items, process, micro_batch_size=1, path=None):
+class KeptReference(typing.NamedTuple):
+    """Where a run keeps its reference sums, and the digest of the items that they belong to."""
+
+    path: Path
+    digest: str
+
+
+def precompute_reference(model, items, process, micro_batch_size=1, kept=None):
     """Fill `reference` of every row: its turns' log-prob sums under pi_ref.
 
     The reference model is the one that training starts from, so this comes before the first step. A
-    resumed run reads the sums from `path`.
+    resumed run reads the sums that are `kept`.
     """
     rows = list({id(row): row for item in items for row in item.rows}.values())
-    sums = None
-    if path:
-        digest = items_digest(items)
-        sums = load_reference(path, digest, process)
+    sums = load_reference(kept, process) if kept else None
     if sums is None:
         found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
                                    micro_batch_size)
         sums = [sums_of_row for sums_of_row, _ in found]
-        if path and process.leads:
-            write_atomically(path, json.dumps({"items": digest, "sums": sums}))
+        if kept and process.leads:
+            write_atomically(kept.path, json.dumps({"items": kept.digest, "sums": sums}))
     for row, sums_of_row in zip(rows, sums, strict=True):
         row.reference = sums_of_row
 
 
-def load_reference(path, digest, process):
+def load_reference(kept, process):
     """The sums that an earlier run of the same command left, or None; what the leader finds."""
     found = None
-    if process.leads and path.is_file():
-        saved = json.loads(path.read_text())
-        if saved["items"] == digest:
+    if process.leads and kept.path.is_file():
+        saved = json.loads(kept.path.read_text())
+        if saved["items"] == kept.digest:
             found = saved["sums"]
     return process.from_leader(found)
 
@@ -566,7 +570,8 @@ class TrainingLoop:
         """(step, batch of items), from where an earlier run stopped, with a progress bar."""
         settings, state = self.settings, self.settings.output / "state"
         self.steps_per_epoch = math.ceil(len(items) / settings.batch_size)
-        self.batches = plan_batches([forward_shape(item) for item in items], settings)
+        self.batches = plan_batches(
+            len(items), lambda index: forward_shape(items[index]), settings)
         self.last = min(settings.max_steps or len(self.batches), len(self.batches))
         idle = self.process.world - settings.batch_size
         if idle > 0 and self.process.leads:
@@ -611,8 +616,7 @@ class TrainingLoop:
         torch.distributed.all_reduce(reduced, group=process.group)
         self.state_is_due = reduced[-1].item() > 0
         metrics = dict(zip(sums, (reduced[:-1] / total).tolist(), strict=True))
-        norm = torch.nn.utils.clip_grad_norm_(trained_parameters(self.model),
-                                              self.settings.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         metrics["optim/grad_norm"] = norm.item()
         if is_finite(metrics):
@@ -659,23 +663,23 @@ def forward_shape(item):
     return len(packs), max(len(pack.ids) for pack in packs)
 
 
-def plan_batches(lengths, settings):
+def plan_batches(count, length_of, settings):
     """Item indices of each step: every epoch a new seeded order, known before the first step.
 
-    lengths: of each item. The ranks of a step meet in every layer, and so all wait for the longest
-    item. With `--length_window W`, items are therefore sorted by length within windows of W batches
-    of the shuffled order, and the batches are shuffled in turn.
+    length_of(index): of an item. The ranks of a step meet in every layer, and so all wait for the
+    longest item. With `--length_window W`, items are therefore sorted by length within windows of W
+    batches of the shuffled order, and the batches are shuffled in turn.
     """
     batches, size = [], settings.batch_size
     window = settings.length_window * size
     for epoch in range(settings.epochs):
         draw = random.Random(derive_seed(settings.seed, "order", epoch))
-        order = list(range(len(lengths)))
+        order = list(range(count))
         draw.shuffle(order)
         if settings.length_window > 1:
             for start in range(0, len(order), window):
                 order[start:start + window] = sorted(order[start:start + window],
-                                                     key=lambda index: lengths[index])
+                                                     key=length_of)
         of_epoch = [order[start:start + size] for start in range(0, len(order), size)]
         if settings.length_window > 1:
             draw.shuffle(of_epoch)

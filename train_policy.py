@@ -43,10 +43,10 @@ from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
-    COST_FLAGS, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags, candidate_rows,
-    check_training_flags, critic_flags, dialogue_row, group_pairs, known, length_advice,
-    loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items, precompute_reference,
-    reference_table, succeeded, turn_sums)
+    COST_FLAGS, Critic, Item, KeptReference, Reader, TrainingLoop, accuracy, add_training_flags,
+    candidate_rows, check_training_flags, critic_flags, dialogue_row, group_pairs, known,
+    length_advice, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
+    precompute_reference, reference_table, succeeded, turn_sums)
 from training.checkpoints import REFERENCE, is_complete, save_checkpoint
 from training.ranks import check_same_items, load_trainable, shard, shard_settings
 
@@ -223,12 +223,13 @@ def main(args):
                          " with candidates of different advantage (sweet)"
                          f"{length_advice(report, args.max_length)}")
 
-    check_same_items(items, process)
+    digest = check_same_items(items, process)
 
     # 2. the model. No step has been taken yet: now it is pi_ref
     model = open_model(args, tokenizer, process)
     if args.method in ("sweet", "mtdpo"):
-        precompute_reference(model, items, process, args.micro_batch_size, output / REFERENCE)
+        precompute_reference(model, items, process, args.micro_batch_size,
+                             KeptReference(output / REFERENCE, digest))
         settings = DpoSettings(args.beta, args.nll, args.loss)
         objective = functools.partial(dpo_objective, model, settings=settings)
     else:

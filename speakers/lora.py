@@ -47,19 +47,18 @@ def add_matrices(model, settings):
     """Freeze the model and put matrices beside the target layers of its decoder. In place."""
     model.requires_grad_(False)
     decoder = model.get_decoder()
-    targets = [name for name, module in decoder.named_modules()
-               if isinstance(module, nn.Linear) and name.split(".")[-1] in settings.targets]
-    missing = set(settings.targets) - {name.split(".")[-1] for name in targets}
+    linear_layers = {name: module for name, module in decoder.named_modules()
+                     if isinstance(module, nn.Linear)}
+    kinds = {name.split(".")[-1] for name in linear_layers}
+    missing = set(settings.targets) - kinds
     if missing:
-        names = {name.split(".")[-1] for name, module in decoder.named_modules()
-                 if isinstance(module, nn.Linear)}
         raise SystemExit(f"found --lora_targets {' '.join(sorted(missing))}, expected linear layers"
-                         f" of the decoder: {', '.join(sorted(names))}")
-    for name in targets:
+                         f" of the decoder: {', '.join(sorted(kinds))}")
+    for name, base in linear_layers.items():
         parent, _, child = name.rpartition(".")
-        base = decoder.get_submodule(name)
-        setattr(decoder.get_submodule(parent), child,
-                LoraLinear(base, settings.rank, settings.alpha))
+        if child in settings.targets:
+            setattr(decoder.get_submodule(parent), child,
+                    LoraLinear(base, settings.rank, settings.alpha))
     return model
 
 

@@ -11,6 +11,7 @@ and leave the figures per layer as they are.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import random
 import statistics
@@ -27,9 +28,10 @@ from collect import join_processes
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker
 from train_critic import (
-    LoopSettings, Reader, TrainingLoop, critic_objective, pair_items, precompute_reference)
+    KeptReference, LoopSettings, Reader, TrainingLoop, critic_objective, pair_items,
+    precompute_reference)
 from training.packing import pack_rows
-from training.ranks import ShardSettings, shard
+from training.ranks import ShardSettings, items_digest, shard
 from train_policy import DpoSettings, dpo_objective
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bf16
@@ -216,21 +218,20 @@ def report_run(args, tokenizer, process):
     pairs = [[parts.dialogue_pair(2 * length, draw)] for length in lengths]
     items, _ = pair_items(reader, pairs, "pair")
 
-    def objective(model, batch):
-        return critic_objective(model, batch, parts.CRITIC)
-
     with tempfile.TemporaryDirectory() as folder:
+        kept = KeptReference(Path(folder, "reference.json"), items_digest(items))
         for max_steps in (2, 4):
             model = random_llama(args.dry, layers, torch.float32, process.device)
             shard(model, process, ShardSettings(checkpointing_every=2, reshard=False))
-            precompute_reference(model, items, process, 1, Path(folder, "reference.json"))
+            precompute_reference(model, items, process, 1, kept)
             loop = TrainingLoop(model, LoopSettings(
                 Path(folder), lr=1e-6, epochs=2, batch_size=2, micro_batch_size=1,
                 max_steps=max_steps, warmup=0.0, max_norm=1.0, length_window=2, save_minutes=0,
                 seed=0), process)
+            objective = functools.partial(critic_objective, model, settings=parts.CRITIC)
             steps, saving = [], []
             for step, batch in loop.steps(items):
-                metrics = loop.optimise(batch, lambda batch, model=model: objective(model, batch))
+                metrics = loop.optimise(batch, objective)
                 synchronize(process.device)
                 began = time.perf_counter()
                 loop.finish(step, metrics)
@@ -241,7 +242,7 @@ def report_run(args, tokenizer, process):
                   f" state of {size / 1e9:.3g} GB in {statistics.median(saving):.3g} s", flush=True)
             if steps != list(range(max_steps - 2, max_steps)):
                 raise SystemExit(f"found the steps {steps}, expected two after the saved ones")
-            del model, loop
+            del model, loop, objective
 
 
 # -----------------------------------------------------------------------------

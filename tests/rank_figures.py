@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 tests/rank_figures.py --layers 16 --width 256
 
 Run by tests/test_ranks.py. The model is a Llama with random weights that computes in bf16 under
-FSDP, as on GPUs; bytes are counted tensor by tensor and so do not depend on the machine. Prints
-one line of JSON for each rank.
+FSDP, as on GPUs; bytes are counted tensor by tensor and so do not depend on the machine. The leader
+prints one line of JSON for each rank.
 """
 
 import argparse
@@ -85,12 +85,15 @@ def main(args):
             figures.collectives = {}
             metrics = loop.optimise(items, lambda batch: critic_objective(model, batch, settings))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(json.dumps({
+    of_ranks = [None] * process.world
+    torch.distributed.all_gather_object(of_ranks, {
         "rank": process.rank, "parameters": parameters,
         "trained": sum(parameter.numel() for parameter in trained_parameters(model)),
         "collectives": figures.collectives,
         "bytes_per_parameter": figures.peak * process.world / parameters,
-        "loss": metrics["train/loss"], "gradient": metrics["optim/grad_norm"]}), flush=True)
+        "loss": metrics["train/loss"], "gradient": metrics["optim/grad_norm"]})
+    if process.leads:  # lines of several ranks could run into one another
+        print("\n".join(map(json.dumps, of_ranks)), flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -13,9 +13,10 @@ import torch
 from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
 
 from collect import Process, join_processes
-from train_critic import Item, Row, loop_settings, parse_args, plan_batches, precompute_reference
+from train_critic import (
+    Item, KeptReference, Row, loop_settings, parse_args, plan_batches, precompute_reference)
 from training.checkpoints import save_state, wait_for_files
-from training.ranks import ShardSettings, check_same_items, shard
+from training.ranks import ShardSettings, check_same_items, items_digest, shard
 
 ALONE = Process(0, 1, "cpu")
 
@@ -47,8 +48,9 @@ def waiting(batches, lengths):
 
 def test_windows_let_eight_ranks_wait_a_tenth_at_most_where_a_shuffle_costs_a_third():
     lengths = lengths_of_dialogues(4000)
-    plain = plan_batches(lengths, settings("--epochs", "1"))
-    windows = plan_batches(lengths, settings("--epochs", "1", "--length_window", "16"))
+    plain, windows = (
+        plan_batches(len(lengths), lengths.__getitem__, settings("--epochs", "1", *more))
+        for more in ((), ("--length_window", "16")))
     assert waiting(plain, lengths) > 1.33
     assert waiting(windows, lengths) < 1.1
 
@@ -57,14 +59,14 @@ def test_windows_let_eight_ranks_wait_a_tenth_at_most_where_a_shuffle_costs_a_th
 def test_every_item_comes_once_an_epoch_in_an_order_that_the_seed_alone_decides(window):
     lengths = lengths_of_dialogues(101)
     chosen = settings("--length_window", window, "--epochs", "3", "--seed", "5")
-    batches = plan_batches(lengths, chosen)
+    batches = plan_batches(len(lengths), lengths.__getitem__, chosen)
     steps = 13
     assert len(batches) == 3 * steps and max(map(len, batches)) == 8
     epochs = [sum(batches[start:start + steps], []) for start in range(0, 3 * steps, steps)]
     assert all(sorted(epoch) == list(range(101)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert plan_batches(lengths, chosen) == batches
-    assert plan_batches(lengths, chosen._replace(seed=6)) != batches
+    assert plan_batches(len(lengths), lengths.__getitem__, chosen) == batches
+    assert plan_batches(len(lengths), lengths.__getitem__, chosen._replace(seed=6)) != batches
 
 
 def training(path, model, output, *more):
@@ -206,16 +208,18 @@ def items_of(tokens):
 
 
 def test_a_resumed_run_reads_its_references_and_other_items_are_scored_anew(tmp_path, process):
-    path = tmp_path / "reference.json"
+    def kept(items):
+        return KeptReference(tmp_path / "reference.json", items_digest(items))
+
     model = tiny_model(byte_tokenizer())
     first, again, other = items_of([5, 6]), items_of([5, 6]), items_of([5, 7])
-    precompute_reference(model, first, process, 1, path)
+    precompute_reference(model, first, process, 1, kept(first))
     with torch.no_grad():
         model.lm_head.weight += torch.randn_like(model.lm_head.weight)  # steps have been taken
-    precompute_reference(model, again, process, 1, path)
+    precompute_reference(model, again, process, 1, kept(again))
     references = [[row.reference for row in items[0].rows] for items in (first, again)]
     assert references[0] == references[1]
-    precompute_reference(model, other, process, 1, path)
+    precompute_reference(model, other, process, 1, kept(other))
     assert other[0].rows[0].reference != first[0].rows[0].reference
 
 

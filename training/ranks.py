@@ -152,14 +152,16 @@ def no_grad(model):
 
 
 def check_same_items(items, process):
-    """Stop if ranks hold other items, as when nodes read different copies of the input files."""
+    """The digest of the items; stops if ranks hold others, from other copies of the input files."""
+    digest = items_digest(items)
     digests = [None] * process.world
-    torch.distributed.all_gather_object(digests, items_digest(items))
+    torch.distributed.all_gather_object(digests, digest)
     others = [rank for rank, found in enumerate(digests) if found != digests[0]]
     if others:
         raise SystemExit(f"found other training items on the ranks {others} than on rank 0,"
                          " expected the same everywhere; give all nodes the same episodes,"
                          " candidates and tokenizer")
+    return digest
 
 
 def items_digest(items):
