@@ -30,7 +30,7 @@ from speakers.local import load_model
 
 MINUTE = 60
 GRACE = 2  # seconds between the signal and SIGKILL for the ranks that are left
-KILLS = [3, pytest.param(20, marks=pytest.mark.slow)]
+KILLS = [3, pytest.param(10, marks=pytest.mark.slow)]
 
 # -----------------------------------------------------------------------------
 # Runs
@@ -238,7 +238,7 @@ def test_kills_at_random_moments_change_nothing_in_the_end(commands, tmp_path, n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["collect", "evaluate", "critic", "mtdpo", "sweet"])
 def test_kills_of_one_of_two_ranks_change_nothing_in_the_end(commands, tmp_path, name):
-    kill_again_and_again(commands[name], tmp_path, 20, ranks=2)
+    kill_again_and_again(commands[name], tmp_path, 8, ranks=2)
 
 
 # -----------------------------------------------------------------------------
