@@ -50,6 +50,7 @@ from colbench import (
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
+from speakers.names import check_spec
 
 # -----------------------------------------------------------------------------
 # A dialogue
@@ -253,12 +254,13 @@ def given_up(speaker):
 
 
 def stop_if_given_up(*speakers):
-    """End a run whose server is dead, once all that was in flight is on disk."""
+    """End a run whose server does not answer, once all that was in flight is on disk."""
     for speaker in speakers:
         if given_up(speaker):
-            raise SystemExit(f"found no answer of a server to many requests in a row"
-                             f" ({given_up(speaker)}), expected a running server; start it again,"
-                             " then rerun the same command to resume")
+            raise SystemExit(f"found a server that answers no request ({given_up(speaker)}),"
+                             " expected one that does; start it again, then rerun the same command"
+                             " to resume; or correct its address, the model's name or"
+                             " OPENAI_API_KEY")
 
 
 class Progress:
@@ -757,6 +759,9 @@ def unsolvable_tasks(tasks, args, process):
 
 def rollout_settings(args, tasks, process):
     """The flags as records; everything that can fail without loading a model fails here."""
+    human_spec = args.human or "scripted"
+    check_spec(args.agent)
+    check_spec(human_spec)
     checkpoint_prompt = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
     if args.agent_prompt is None and checkpoint_prompt.is_file():
         agent_prompt = read_prompt(checkpoint_prompt)
@@ -774,7 +779,6 @@ def rollout_settings(args, tasks, process):
                             args.batch_size, process.device, args.dtype)
     refuse_other_domains(args, DOMAINS[tasks[0]["domain"]])
     workers = max(1, (os.cpu_count() or 1) // process.world)
-    human_spec = args.human or "scripted"
     return RolloutSettings(
         agent=args.agent, agent_settings=agent,
         human=human_spec, human_settings=human,

@@ -50,9 +50,9 @@ from collect import (
     add_dtype_flag, claim_output, flag_parser, join_processes, launch, read_run, records,
     refuse_ignored, require_at_least)
 from speakers.interface import SpeakerSettings
-from speakers.local import (
-    LocalSpeaker, check_checkpoint, default_device, load_model, load_tokenizer)
+from speakers.local import LocalSpeaker, default_device, load_model, load_tokenizer
 from speakers.lora import LINEAR_LAYERS, MATRICES, load_matrices, matrices_off
+from speakers.names import check_checkpoint
 from speakers.vision import Sight, sees_pictures, vision_value_class
 from toy.world import credit_auc, has_toy_credit
 from training.checkpoints import (

@@ -4,10 +4,8 @@ speakers/interface.py states what a speaker is. Importing this package needs the
 alone; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 
-import re
-from pathlib import Path
-
 from speakers.interface import DEFAULT_SETTINGS
+from speakers.names import check_spec
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
 
@@ -20,14 +18,12 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
                anything else                  a Hugging Face name or a checkpoint directory
     pictures   whether conversations hold pictures, which a vision-language model must read
     """
+    check_spec(spec)
     name, _, manner = spec.partition(":")
     if name == "scripted":
         return ScriptedSpeaker(role, manner)
     if spec.startswith(("http://", "https://")):
         return ServerSpeaker(spec, settings)
-    if re.fullmatch(r"(localhost|[\w.-]+:\d+)(/.*)?", spec) and not Path(spec).exists():
-        raise SystemExit(f"{spec}: found the address of a server without http://, expected it in"
-                         f" front; give http://{spec}")
     if not pictures:
         from speakers.local import LocalSpeaker
 

@@ -5,7 +5,6 @@ import functools
 import gc
 import os
 import sys
-from pathlib import Path
 
 import numpy
 import torch
@@ -14,6 +13,7 @@ import transformers
 from colbench import UnnestedTemplate, derive_seed, encode_prompt, end_of_turn
 from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Utterance
+from speakers.names import check_checkpoint, why_not_opened
 
 # -----------------------------------------------------------------------------
 # The speaker
@@ -276,23 +276,8 @@ def load_tokenizer(path):
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open the tokenizer ({error}); expected a Hugging Face"
-                         " name or directory") from None
-
-
-def check_checkpoint(path):
-    """Refuse a directory that is no checkpoint, or one whose training has not finished."""
-    folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        if (folder / "run.json").is_file():
-            hint = "its training has not finished: give its command again"
-        else:
-            hint = "expected a checkpoint directory that from_pretrained opens"
-        raise SystemExit(f"{path}: found a directory without config.json; {hint}")
-    means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
-    if means_directory and not folder.is_dir():
-        raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
-                         " Face name")
+        raise SystemExit(f"{path}: could not open the tokenizer ({why_not_opened(path, error)});"
+                         " expected a Hugging Face name or directory") from None
 
 
 def default_device():

@@ -20,6 +20,7 @@ from speakers.interface import Request, SpeakerError, Utterance
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
 TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a retry
+WRONG_ADDRESS_STATUS = (401, 403, 404)  # before any answer: the key, the path, the model's name
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
@@ -52,6 +53,7 @@ class ServerSpeaker:
         self.in_flight = 0  # requests that were submitted and have no reply yet
         self.failures_in_a_row = 0
         self.failing_since = None  # when the first failed attempt since the last answer began
+        self.has_answered = False
         self.given_up = None  # the reason, once the server is given up
         self.model_name = self._checked_name(settings.model_name)
 
@@ -114,7 +116,7 @@ class ServerSpeaker:
         refused = False
         for attempt in range(self.retries):
             if self.given_up:
-                raise SpeakerError(f"{self.url} was given up: {self.given_up}")
+                raise SpeakerError(f"the server was given up: {self.given_up}")
             began = time.monotonic()
             asked_pause = 0
             try:
@@ -123,6 +125,8 @@ class ServerSpeaker:
                 reason, refused = str(error), error.refused
                 if refused:
                     self.failures_in_a_row = 0  # the server is alive, only this request is wrong
+                elif isinstance(error, WrongAddress) and not self.has_answered:
+                    self._give_up(reason)  # no other request would fare better
                 break
             except Unavailable as error:
                 reason, asked_pause = str(error), error.seconds
@@ -131,16 +135,21 @@ class ServerSpeaker:
                 reason = f"{type(error).__name__}: {error}"
             else:
                 self.failures_in_a_row, self.failing_since = 0, None
+                self.has_answered = True
                 return choices
             if asked_pause == 0 and self._silent_for_long(began):
-                self.given_up = reason
+                self._give_up(reason)
             elif attempt < self.retries - 1:
                 back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
                 time.sleep(asked_pause + back_off)
         self.failures_in_a_row += 1
-        if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW and not self.given_up:
-            self.given_up = reason
+        if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            self._give_up(reason)
         raise SpeakerError(f"{self.url}: {reason}", refused)
+
+    def _give_up(self, reason):
+        if not self.given_up:  # the first reason says most
+            self.given_up = f"{self.url}: {reason}"
 
     def _silent_for_long(self, began):
         """Whether there was no answer for too long, now that an attempt from `began` on failed."""
@@ -169,6 +178,8 @@ class ServerSpeaker:
             missing = error.code == 501  # some servers say so where others say 404
             if error.code in TRANSIENT_STATUS or (error.code >= 500 and not missing):
                 raise Unavailable(reason, retry_after(error)) from None
+            if error.code in WRONG_ADDRESS_STATUS:
+                raise WrongAddress(reason) from None
             raise SpeakerError(reason, refused=error.code == 400) from None
 
     def _detail(self, error):
@@ -222,6 +233,10 @@ class ServerSpeaker:
             raise SystemExit(f"{self.url}: found no server ({reason}), expected one that answers;"
                              " start it or correct the address, then rerun the command")
         return []  # requests have more patience with its faults
+
+
+class WrongAddress(SpeakerError):
+    """What a server says to a key, a path or a model's name that it does not know."""
 
 
 class Unavailable(OSError):

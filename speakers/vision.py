@@ -17,13 +17,13 @@ from judge.browser import Browser
 from judge.pages import extract_html, open_picture
 from speakers.interface import Utterance
 from speakers.local import (
-    check_checkpoint,
     default_device,
     load_model,
     pick_tokens,
     stop_tokens,
     uniform_numbers,
 )
+from speakers.names import check_checkpoint, why_not_opened
 
 # -----------------------------------------------------------------------------
 # Checkpoints, and what they read
@@ -35,8 +35,8 @@ def sees_pictures(path):
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open config.json ({error}); expected a Hugging Face"
-                         " name or directory") from None
+        raise SystemExit(f"{path}: could not open config.json ({why_not_opened(path, error)});"
+                         " expected a Hugging Face name or directory") from None
     return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 

@@ -451,6 +451,38 @@ def test_a_damaged_checkpoint_is_a_sentence_that_names_it(tiny, tmp_path, damage
     assert not (folder / "owned").exists()
 
 
+@pytest.mark.parametrize("spec, meant", [
+    ("runs/bsae", "; did you mean runs/base?"),
+    ("runs/else", ""),
+    ("./bsae", "; did you mean base?"),
+    ("/none/base", ""),
+])
+def test_a_mistyped_directory_is_refused_before_the_output_is_claimed(
+        tmp_path, monkeypatch, spec, meant):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/base").mkdir(parents=True)
+    (tmp_path / "base").mkdir()
+    args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", spec, "--output",
+                               "out/e.jsonl"])
+    message = f"{re.escape(spec)}: no such directory; .*Hugging Face name{re.escape(meant)}$"
+    with pytest.raises(SystemExit, match=message):
+        collect.main(args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_neither_a_directory_nor_on_the_hub_says_both(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+
+    def no_hub(path):
+        raise OSError(f"{path} is not on the Hub")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", no_hub)
+    with pytest.raises(SystemExit, match="no such directory here, and the .* Hub has no such model"
+                                         ".*bsae is not on the Hub; did you mean base[?]"):
+        load_tokenizer("bsae")
+
+
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "{}", '{"flags": 3}', '{"flags": {}, "inputs": {}}',
     '{"flags": {"head": "logratio"}, "inputs": {}}',

@@ -23,6 +23,7 @@ import pytest
 from conftest import ROOT
 
 import collect
+import evaluate
 import speakers
 import train_policy
 from colbench import derive_seed, read_tasks
@@ -303,9 +304,43 @@ def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
         calls = server.calls
         assert all(isinstance(error, SpeakerError) for error in speaker.speak(CONVERSATIONS))
         assert server.calls == calls  # nothing new is asked
-        message = "no answer .*to many requests .*HTTP 503.*start it again, then rerun the same"
+        message = "a server that answers no request .*HTTP 503.*start it again, then rerun the same"
         with pytest.raises(SystemExit, match=message):
             collect.stop_if_given_up(speaker)
+
+
+class Unknown(Handler):
+    """Knows no such path, or no such key: `status` is what it says, after `answers` answers."""
+
+    def do_POST(self):
+        if self.server.calls < self.server.answers:
+            super().do_POST()
+            return
+        self.body()
+        self.reply(self.server.status, b"no such thing")
+
+
+@contextlib.contextmanager
+def unknown(status, answers=0):
+    with running(echo) as server:
+        server.RequestHandlerClass, server.status, server.answers = Unknown, status, answers
+        yield server
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_were_answered(
+        impatient, status):
+    with unknown(status) as server:
+        speaker = load_speaker(server.url)
+        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0], SpeakerError)
+        message = f"{server.url}: HTTP {status}: no such thing.*correct its address, .*OPENAI_API"
+        with pytest.raises(SystemExit, match=message):
+            collect.stop_if_given_up(speaker)
+    with unknown(status, answers=1) as server:
+        speaker = load_speaker(server.url)
+        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0][0], Utterance)
+        assert isinstance(speaker.speak(CONVERSATIONS[1:2])[0], SpeakerError)
+        assert speaker.given_up is None
 
 
 def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversation():
@@ -315,7 +350,7 @@ def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversatio
         began = time.monotonic()
         for conversation in CONVERSATIONS:  # one at a time: the slowest way to notice
             assert isinstance(speaker.speak([conversation])[0], SpeakerError)
-        with pytest.raises(SystemExit, match="no answer .*to many requests in a row"):
+        with pytest.raises(SystemExit, match="a server that answers no request"):
             collect.stop_if_given_up(speaker)
         assert 0.6 < time.monotonic() - began < 5
 
@@ -489,6 +524,14 @@ def test_a_forgotten_v1_is_a_sentence_with_the_right_address(end, name):
     assert str(message.value).endswith(f"give {server.url}") and server.calls == 0
 
 
+@pytest.mark.parametrize("end", ["/chat/completions", "/completions", "/chat/completions/"])
+def test_the_address_of_single_requests_is_a_sentence_with_that_of_the_api(end):
+    with running(echo, models=["org/model"]) as server:
+        with pytest.raises(SystemExit, match="expected that of the API") as message:
+            load_speaker(server.url + end)
+    assert str(message.value).endswith(f"give {server.url}") and not server.seen_keys
+
+
 class Unlisted(Handler):
     """Answers everywhere and lists nothing; `server.get` is (status, body) of each GET."""
 
@@ -622,6 +665,28 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(
         text = collected(tmp_path, file, server.url)
     rows = [json.loads(line) for line in text.splitlines()]
     assert len(rows) == 3 and not any(row["error"] for row in rows)
+
+
+@pytest.mark.parametrize("script", [collect, evaluate])
+def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
+        impatient, tmp_path, script):
+    file, _ = toy_tasks(tmp_path, 3)
+    episodes = tmp_path / "episodes.jsonl"
+    if script is collect:
+        output = ["--output", str(episodes)]
+    else:
+        output = ["--output", str(tmp_path), "--name", "episodes"]
+
+    def run(agent, *human):
+        flags = ["--tasks", str(file), "--agent", agent.url, "--human", *human]
+        script.main(script.parse_args([*flags, *output]))
+
+    with running(lambda body, seed: "What?") as agent, unknown(404) as wrong:
+        with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
+            run(agent, wrong.url)
+        run(agent, "scripted")
+    rows = [json.loads(line) for line in episodes.read_text().splitlines()]
+    assert rows and not any(row["error"] for row in rows)
 
 
 # -----------------------------------------------------------------------------

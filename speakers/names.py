@@ -1,0 +1,60 @@
+"""What --agent, --human and --model may name, checked before anything is loaded or asked."""
+
+import difflib
+import re
+from pathlib import Path
+
+REQUEST_PATH = re.compile(r"(/chat)?/completions/*$")  # what a client appends to an API's address
+
+
+def check_spec(spec):
+    """Refuse what can be no speaker: a mistyped address, a directory that is not there."""
+    if spec.partition(":")[0] == "scripted":
+        return
+    if spec.startswith(("http://", "https://")):
+        if REQUEST_PATH.search(spec):
+            raise SystemExit(f"{spec}: found the address of single requests, expected that of the"
+                             f" API; give {REQUEST_PATH.sub('', spec)}")
+        return
+    if re.fullmatch(r"(localhost|[\w.-]+:\d+)(/.*)?", spec) and not Path(spec).exists():
+        raise SystemExit(f"{spec}: found the address of a server without http://, expected it in"
+                         f" front; give http://{spec}")
+    check_checkpoint(spec)
+
+
+def check_checkpoint(path):
+    """Refuse a directory that is no checkpoint, or one whose training has not finished.
+
+    A name like toy/base means a directory where there is a directory toy; the Hub is not asked.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        if (folder / "run.json").is_file():
+            hint = "its training has not finished: give its command again"
+        else:
+            hint = "expected a checkpoint directory that from_pretrained opens"
+        raise SystemExit(f"{path}: found a directory without config.json; {hint}")
+    means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
+    if "/" in str(path) and Path(folder.parts[0]).is_dir():
+        means_directory = True
+    if means_directory and not folder.is_dir():
+        raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
+                         f" Face name{close_directory(path)}")
+
+
+def why_not_opened(path, error):
+    """The cause of a failed load: for a name without a directory, both places that were tried."""
+    if Path(path).is_dir():
+        return str(error)
+    return ("there is no such directory here, and the Hugging Face Hub has no such model, or cannot"
+            f" be reached: {error}{close_directory(path)}")
+
+
+def close_directory(path):
+    """A question about the directory that a mistyped path may mean; "" if none is close."""
+    folder = Path(path)
+    if not folder.parent.is_dir():
+        return ""
+    names = [sibling.name for sibling in folder.parent.iterdir() if sibling.is_dir()]
+    closest = difflib.get_close_matches(folder.name, names, 1)
+    return f"; did you mean {folder.with_name(closest[0])}?" if closest else ""
