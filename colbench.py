@@ -44,7 +44,7 @@ from pathlib import Path
 from judge.browser import Browser, PageError
 from judge.pages import (
     ClipReward, extract_html, grade_page, graded_page, last_page, official_addresses)
-from judge.sandbox import ANSWER_MARKER, Judge, check_solutions
+from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge, check_solutions
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -78,7 +78,7 @@ def reasons_of(grade, last_message):
     """
     if ANSWER_MARKER in last_message:
         return grade.reasons
-    if not set(grade.reasons.values()) <= {*NO_CODE, "solution failed"}:
+    if not set(grade.reasons.values()) <= {*NO_CODE, SOLUTION_FAILED}:
         return grade.reasons
     return {name: "no answer" if reason in NO_CODE else reason
             for name, reason in grade.reasons.items()}

@@ -46,6 +46,7 @@ from collect import (
     add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, flag_parser,
     given_up, join_processes, launch, refuse_ignored, reply_of, require_at_least,
     rollout_settings, rollout_tasks)
+from judge.sandbox import SOLUTION_FAILED
 from report.page import (
     PAGE_BYTES, Summary, annotate, as_json, filled_page, overview, packed_episodes, read_training,
     training_sentences)
@@ -175,7 +176,7 @@ def score(policies, settings):
     results = {
         "domain": domain, "tasks": len(task_ids), "in_tokens": in_tokens, "draws": settings.draws,
         "seed": settings.seed, "leak_threshold": settings.leak_threshold, "policies": {},
-        "pairs": [],
+        "pairs": [], "unsolvable": len(unsolvable_ids(all_runs)),
     }
     values = {}
     for name, runs in policies.items():
@@ -187,10 +188,18 @@ def score(policies, settings):
             "seeds": len(runs), "episodes": sum(len(run) for run in runs),
             "success_by_seed": [mean_or_none(run) for run in tables["success"]],
             "best_of_n": runs[0][0].get("best_of_n"), "scorer": runs[0][0].get("scorer"),
+            "errors": Counter(episode["error"] for run in runs for episode in run
+                              if episode["error"]),
             "numbers": {key: interval(table, run_draws, task_draws, limits_of(key))
                         for key, table in tables.items()},
         }
     return results, values, task_draws
+
+
+def unsolvable_ids(runs):
+    """The ids of the tasks that have a test which their own solution does not pass."""
+    return {episode["task"]["task_id"] for run in runs for episode in run
+            if SOLUTION_FAILED in episode["reasons"].values()}
 
 
 def mean_or_none(values):
@@ -374,6 +383,12 @@ def main(args):
         Path(args.report).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.report, filled_page(data, episodes))
         print(f"\nreport: {args.report}")
+
+    failed = [name for name, runs in policies.items()
+              if all(episode["error"] for run in runs for episode in run)]
+    if failed:
+        raise SystemExit(f"every dialogue of {', '.join(failed)} was stopped by an error; expected"
+                         " the agent and the human to answer: see the reason above")
 
 
 def episode_files(args, policies):

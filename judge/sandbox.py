@@ -72,6 +72,7 @@ PYTHON_TAGS = ("python", "python3", "py", "py3")
 # Profile "official": the published grader gives 0 to an answer that contains one of these anywhere.
 BANNED = ("import os", "from os", "import sys", "from sys")
 BANNED += ("sudo", "transformers", "exit(", "quit(", "argparse")
+SOLUTION_FAILED = "solution failed"  # the reason of a test that the solution does not pass
 SOLUTION_FACTOR = 4  # a solution may take this many times as long as an answer
 REQUIRED = ("system calls", "files", "privileges", "limits")  # what --require_protection asks for
 SECOND_LINES = ("own user", "own network")  # not possible everywhere, and nothing depends on them
@@ -193,7 +194,7 @@ class Judge:
                 usable.append(name)
                 reasons[name] = "no code"
             else:
-                reasons[name] = "solution failed"
+                reasons[name] = SOLUTION_FAILED
         if code and usable:
             expressions = [tests[name] for name in usable]
             actual = self.outcomes(code, expressions, profile, self.seconds)

@@ -20,6 +20,7 @@ from colbench import DOMAINS, MAX_TURNS, ResumableJsonl, lacks_answer
 from collect import read_run
 from judge.browser import Browser
 from judge.pages import extract_html, graded_page, open_picture
+from judge.sandbox import SOLUTION_FAILED
 from report.statistics import wilson
 from report.tables import heading, main_metric
 from toy.world import has_toy_credit, toy_credit
@@ -36,7 +37,7 @@ LAST_QUESTION = "question on the last turn"
 TURNS = (*HELPFUL_TURNS, "wasted question", "repeated question", "early answer", "wrong answer",
          LAST_QUESTION)
 ENDINGS = ("solved", "answered", "wrong answer", "early answer", "no answer", "out of turns", "cut",
-           "error")
+           SOLUTION_FAILED, "error")
 METHODS = {
     "sweet": "SWEET-RL, which is DPO on pairs of turns that the critic ranked",
     "mtdpo": "multi-turn DPO on pairs of whole dialogues",
@@ -94,7 +95,10 @@ def subtitle(results):
     over = "tasks"
     if any(policy["seeds"] > 1 for policy in results["policies"].values()):
         over = "seeds and tasks"
-    return (f"{results['domain']} · {results['tasks']:,} tasks · {sum(counts):,} episodes ·"
+    tasks = f"{results['tasks']:,} tasks"
+    if results["unsolvable"]:
+        tasks += f", {results['unsolvable']:,} of them unsolvable by their own solution"
+    return (f"{results['domain']} · {tasks} · {sum(counts):,} episodes ·"
             f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws,"
             " Wilson's where all outcomes agree")
 
@@ -241,6 +245,8 @@ def ending(episode):
         return "error"
     if episode["success"]:
         return "solved"
+    if SOLUTION_FAILED in episode["reasons"].values():  # whatever the answer is
+        return SOLUTION_FAILED
     if lacks_answer(episode):  # the last page counts all the same, a question does not
         return "out of turns" if episode["success"] is None else "no answer"
     if episode["dialogue_history"][-1].get("finished") is False:

@@ -2,7 +2,9 @@
 
 import typing
 
-from colbench import DOMAINS
+from colbench import DOMAINS, harmless
+
+REASON_CHARACTERS = 300  # of an error in a sentence
 
 HEADINGS = {  # number -> heading, factor; the domain names the reward
     "success": ("Success %", 100),
@@ -48,7 +50,8 @@ def verdict(results):
             achieved[name] = f"reaches {' '.join(with_interval(number, factor))}"
     of_what = "of the tasks" if metric == "success" else f"({text})"
     if not achieved:
-        return ["No policy has an episode without an error, so there is nothing to compare."]
+        nothing = "No policy has an episode without an error, so there is nothing to compare."
+        return [nothing, *stopped_dialogues(results)]
     if leads:
         first, second = leads[0]["policy"], leads[0]["against"]
         points = in_words(leads[0]["difference"], "points")
@@ -69,11 +72,33 @@ def verdict(results):
         others.append(f"{pair['against']} by {in_words(pair['difference'], 'points')}{doubt}")
     if others:
         sentences.append(f"{first} leads {'; '.join(others)}.")
-    return sentences + silent_policies(results)
+    return [*sentences, *tasks_nobody_solves(results), *stopped_dialogues(results),
+            *silent_policies(results)]
 
 
 def p_value(pair):
     return f"sign test p = {pair['sign_test_p']:.2g}"
+
+
+def tasks_nobody_solves(results):
+    """A sentence on the tasks that no policy can solve."""
+    if not results["unsolvable"]:
+        return []
+    return [f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by their own"
+            " solution, and count as not solved."]
+
+
+def stopped_dialogues(results):
+    """A sentence for each policy that an error kept from finishing its dialogues."""
+    sentences = []
+    for name, policy in results["policies"].items():
+        if policy["errors"]:
+            reason = max(policy["errors"], key=policy["errors"].get)
+            reason = harmless(" ".join(reason.split()))[:REASON_CHARACTERS]
+            sentences.append(f"{sum(policy['errors'].values())} of {policy['episodes']} dialogues"
+                             f" of {name} were stopped by an error and count nowhere else; the most"
+                             f" frequent: {reason}")
+    return sentences
 
 
 def silent_policies(results):

@@ -342,10 +342,43 @@ def test_a_partial_last_batch_weighs_as_little_as_it_is():
     assert window == 3 and points[-1][1] == pytest.approx((0.5 * 4000 + 9 * 40) / 4040)
 
 
-def test_all_errors_still_give_a_table_and_a_report(tmp_path):
-    rows = [episode(task, reward=None, success=None, error="gone") for task in range(3)]
-    numbers = numbers_of(tmp_path, "--report", str(tmp_path / "r.html"), rows=rows)
+def failed(task, reason):
+    return episode(task, reward=None, success=None, error=reason)
+
+
+def test_all_errors_still_give_a_table_and_a_report_but_no_share_and_no_exit_status_0(
+        tmp_path, capsys):
+    rows = [failed(task, "human: HTTP 404\n\x1b[2J") for task in range(3)]
+    with pytest.raises(SystemExit, match="every dialogue of p was stopped by an error; expected"):
+        numbers_of(tmp_path, "--report", str(tmp_path / "r.html"), rows=rows)
+    results = json.loads((tmp_path / "results.json").read_text())
+    numbers = results["policies"]["p"]["numbers"]
     assert numbers["errors"]["value"] == 1.0 and numbers["success"] is None
+    printed = capsys.readouterr().out
+    assert "3 of 3 dialogues of p were stopped by an error" in printed
+    assert "human: HTTP 404 \\x1b[2J" in printed and "of the tasks" not in printed
+    assert (tmp_path / "r.html").is_file()
+
+
+def test_the_verdict_counts_dialogues_that_an_error_stopped_and_names_the_commonest(
+        tmp_path, capsys):
+    rows = [failed(0, "rare"), failed(1, "common"), failed(2, "common"), episode(3)]
+    results = evaluated(tmp_path, p=rows, q=[episode(task) for task in range(4)])
+    assert results["policies"]["p"]["errors"] == {"rare": 1, "common": 2}
+    assert ("3 of 4 dialogues of p were stopped by an error and count nowhere else; the most"
+            " frequent: common\n") in capsys.readouterr().out
+
+
+def test_tasks_that_their_own_solution_fails_are_counted_and_end_in_a_way_of_their_own(
+        tmp_path, capsys):
+    reasons = {"test1": "solution failed"}
+    rows = [episode(0, reward=0.0, reasons=reasons), episode(0, 1, reward=0.0, reasons=reasons),
+            episode(1)]
+    results = evaluated(tmp_path, p=rows)
+    assert results["unsolvable"] == 1
+    assert "1 of 2 tasks cannot be solved by their own solution" in capsys.readouterr().out
+    assert "2 tasks, 1 of them unsolvable by their own solution" in page.subtitle(results)
+    assert [page.ending(row) for row in rows] == ["solution failed"] * 2 + ["solved"]
 
 
 # -----------------------------------------------------------------------------
