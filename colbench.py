@@ -11,8 +11,10 @@ How it works:
   3. a referee judges the answer: model-written code and pages run only in closed child processes;
   4. DOMAINS holds all that differs between functions and pages: a third domain is one more entry.
 
-    python colbench.py check TASKS.jsonl   grade every solution against itself, show protections
-    python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
+    python colbench.py check TASKS.jsonl   grade every solution against itself, show protections;
+                                           the exit status is 1 if a task cannot be solved in full
+    python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one, which
+                                           its task_id names, or its number in the file from 1 on
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl   make tasks from WebSight rows
 
 Reads: task files of facebook/collaborative_agent_bench as they are, and `toy:backend:train` names.
@@ -726,6 +728,12 @@ def derive_seed(*parts) -> int:
 
 def read_jsonl(path):
     """Yield (where, object) for each line; a line that is no JSON object stops with a sentence."""
+    if Path(path).is_dir():
+        names = sorted(file.name for file in Path(path).glob("*.jsonl")
+                       if not file.name.startswith(("candidates", "metrics")))
+        some = ", ".join(str(Path(path, name)) for name in names[:5])
+        advice = f"give one of: {some}" if some else "it holds none"
+        raise SystemExit(f"{path}: found a directory, expected a JSONL file; {advice}")
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
     with open(path, "rb") as file:
@@ -863,7 +871,10 @@ WEBSIGHT_TRAIN = 10_000  # the paper trains on the first 10,000 WebSight rows, t
 
 
 def check_command(path, judge, require_protection):
-    """The table of tests that cannot be passed, then the sandbox's protections."""
+    """The table of tests that cannot be passed, then the sandbox's protections.
+
+    Returns whether all tasks can be solved in full.
+    """
     tasks = read_tasks(path)
     check = one_domain(tasks).check
     if check is None:
@@ -880,6 +891,7 @@ def check_command(path, judge, require_protection):
     if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
+    return not broken
 
 
 def solution_advice(task, name, reason):
@@ -916,10 +928,12 @@ def show_command(path, task_id, colour):
         shown = list(groups)
     elif task_id in groups:
         shown = [task_id]
+    elif task_id.isdecimal() and 1 <= int(task_id) <= len(groups):
+        shown = [list(groups)[int(task_id) - 1]]
     else:
         close = difflib.get_close_matches(task_id, groups, 3, cutoff=0)
-        raise SystemExit(f"{path}: found no task {task_id!r}, expected one of its {len(groups)}"
-                         f" tasks, such as {', '.join(map(harmless, close))}")
+        raise SystemExit(f"{path}: found no task {task_id!r}, expected a number from 1 to"
+                         f" {len(groups)}, or a task_id such as {', '.join(map(harmless, close))}")
     for name in shown:
         parts = [(BOLD, "task", name), (FAINT, "solution", groups[name][0]["task"]["ground_truth"])]
         for episode in groups[name]:
@@ -1017,7 +1031,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="grade every solution against itself")
+    check = commands.add_parser("check", help="grade every solution against itself; exit status 1"
+                                " if a task cannot be solved in full")
     check.add_argument("tasks", help="task file, or toy:backend:train")
     check.add_argument("--judge", choices=("fixed", "official"), default="fixed",
                        help="grading semantics")
@@ -1025,14 +1040,16 @@ def main(argv=None):
                        help="refuse if the sandbox lacks a protection")
     show = commands.add_parser("show", help="print dialogues to read")
     show.add_argument("episodes", help="file of collect.py or evaluate.py, or the official one")
-    show.add_argument("task", nargs="?", help="task_id of the one task to show (default: all)")
+    show.add_argument("task", nargs="?", help="task_id of the one task to show, or its number from 1"
+                      " on (default: all)")
     convert = commands.add_parser("websight", help="turn WebSight rows into frontend tasks")
     convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
     convert.add_argument("train", help="task file for the first 10,000 rows")
     convert.add_argument("test", nargs="?", help="task file for the rows after them")
     args = parser.parse_args(argv)
     if args.command == "check":
-        check_command(args.tasks, args.judge, args.require_protection)
+        if not check_command(args.tasks, args.judge, args.require_protection):
+            raise SystemExit(1)  # the table above says why
     elif args.command == "show":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with the pager
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -315,29 +315,44 @@ def rollout_path(args, name):
     return Path(args.output) / f"{name}.jsonl"
 
 
+def rollout_names(args):
+    """Name of the policy -> its N, for each N of --best_of_n, or for 1."""
+    base = args.name or Path(args.agent_model or args.agent).name
+    if not args.best_of_n:
+        return {base: 1}
+    return {f"{base}-best-of-{count}": count for count in args.best_of_n}
+
+
 def roll_out(args, process):
     """Play --tasks with --agent, once for each N of --best_of_n.
 
     Returns policy name -> its one run of episodes; they are on the leading process only.
     """
     tasks = rollout_tasks(args, process)
+    settings = rollout_settings(args, tasks, process)
     jobs = all_jobs(tasks, args.samples_per_task)
     scorer = load_scorer(args, process.device) if args.best_of_n else None
-    base = args.name or Path(args.agent_model or args.agent).name
     policies = {}
-    for count in args.best_of_n or [1]:
-        name = f"{base}-best-of-{count}" if args.best_of_n else base
+    for name, count in rollout_names(args).items():
         path = rollout_path(args, name)
         claim_rollout(f"{path}.run.json", vars(args), process)
-        settings = rollout_settings(args, tasks, process)
         wrap_agent = None
+        notes = settings.notes
         if args.best_of_n:
-            notes = {"best_of_n": count, "scorer": args.critic}
-            settings = settings._replace(notes=settings.notes | notes)
+            notes = notes | {"best_of_n": count, "scorer": args.critic}
         if count > 1:
             wrap_agent = functools.partial(BestOfN, scorer=scorer, count=count)
-        policies[name] = [collect_episodes(jobs, settings, path, process, wrap_agent)]
+        policies[name] = [collect_episodes(jobs, settings._replace(notes=notes), path, process,
+                                           wrap_agent)]
     return policies
+
+
+def refuse_same_names(ours, theirs, flag, advice):
+    """Two policies of one name could not be told apart."""
+    for name in ours:
+        if name in theirs:
+            raise SystemExit(f"found policy {name!r} of {flag} in --against, too, expected"
+                             f" different names; {advice}")
 
 
 # -----------------------------------------------------------------------------
@@ -350,15 +365,15 @@ def main(args):
     theirs = read_policies(args.against)
     if args.episodes:
         ours = read_policies(args.episodes)
+        refuse_same_names(ours, theirs, "--episodes", "give one as NAME=FILE")
     elif args.tasks:
+        refuse_same_names(rollout_names(args), theirs, "--agent",
+                          "name the one that is played now with --name")
         ours = roll_out(args, process)
     else:
         ours = {}
     if not process.leads:
         return
-    for name in ours.keys() & theirs.keys():
-        raise SystemExit(f"found policy {name!r} in --episodes and in --against, expected different"
-                         " names; give one as NAME=FILE")
     policies = ours | theirs
 
     results, sentences, tables = None, training_sentences(training), []

@@ -286,6 +286,22 @@ def test_same_name_twice_is_another_seed_and_a_clash_with_against_is_refused(tmp
         evaluated(tmp_path, *flags, "--against", f"p={tmp_path}/s0.jsonl")
 
 
+def test_a_name_that_against_has_too_is_refused_before_anything_is_played(tmp_path):
+    write_rows(tmp_path / "base.jsonl", [episode(0)])
+    flags = ["--tasks", "toy:backend:test", "--agent", "toy/base", "--against",
+             f"{tmp_path}/base.jsonl", "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="policy 'base' of --agent in --against, too.*--name"):
+        evaluate.main(evaluate.parse_args(flags))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_flag_leaves_nothing_where_the_episodes_would_be(tmp_path):
+    flags = ["--tasks", "toy:backend:test", "--agent", "scripted", "--clip", "none"]
+    with pytest.raises(SystemExit, match="found --clip none, which is ignored"):
+        evaluate.main(evaluate.parse_args([*flags, "--output", str(tmp_path / "out")]))
+    assert not (tmp_path / "out").exists()
+
+
 def test_policy_is_named_by_prefix_stem_or_folder(tmp_path):
     assert evaluate.split_name("mine=a/b.jsonl") == ("mine", "a/b.jsonl")
     assert evaluate.split_name("a/b.jsonl") == ("b", "a/b.jsonl")

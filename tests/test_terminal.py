@@ -78,8 +78,32 @@ def test_show_prints_one_task_if_it_is_named_and_suggests_others(tmp_path, capsy
     one = shown(capsys, path, "train-2")
     assert one.count("task      train-2\n") == 1 and "train-1" not in one
     assert one.count("\nepisode   sample") == 2
-    with pytest.raises(SystemExit, match="found no task 'train2', expected one.*as train-2"):
+    with pytest.raises(SystemExit, match="found no task 'train2', expected a .*as train-2"):
         shown(capsys, path, "train2")
+
+
+def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path, capsys):
+    path = write(tmp_path / "e.jsonl", [episode(name, 1.0) for name in ("a", "1", "c")])
+    for given, name in (("3", "c"), ("1", "1"), ("2", "1")):
+        text = shown(capsys, path, given)
+        assert text.startswith(f"task      {name}\n") and text.count("task      ") == 1
+    for given in ("0", "4", "-1"):
+        with pytest.raises(SystemExit, match=f"found no task '{given}', expected a number from 1"):
+            shown(capsys, path, given)
+
+
+@pytest.mark.parametrize("names, advice", [
+    (["b.jsonl", "a.jsonl", "candidates.jsonl", "metrics.jsonl"], "one of: {0}/a.jsonl, {0}/b"),
+    ([f"{index}.jsonl" for index in range(9)], "{0}/4.jsonl$"),
+    (["run.json"], "it holds none$"),
+])
+def test_a_directory_in_place_of_episodes_is_a_sentence_with_the_files_in_it(
+        tmp_path, names, advice):
+    for name in names:
+        (tmp_path / name).touch()
+    message = f"{tmp_path}: found a directory, expected a JSONL file; .*{advice.format(tmp_path)}"
+    with pytest.raises(SystemExit, match=message):
+        colbench.main(["show", str(tmp_path)])
 
 
 def test_show_prints_dialogues_that_an_error_ended_and_raw_thoughts(tmp_path, capsys):
@@ -158,13 +182,20 @@ def test_show_ends_quietly_with_its_pager_and_prints_on_plain_terminals(tmp_path
 
 
 def test_check_names_lines_missing_modules_and_asserts(tasks, capsys):
-    colbench.main(["check", str(tasks)])
+    with pytest.raises(SystemExit) as end:
+        colbench.main(["check", str(tasks)])
+    assert end.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{tasks}: line 2, a: the solution raised ModuleNotFoundError")
     assert "needs the module pandas_of_nobody, which the judge does not have" in lines[0]
     assert lines[1].startswith(f"{tasks}: line 3, b: the solution raised SyntaxError")
     assert "a call such as f(1), not `assert f(1) == 2`" in lines[1]
     assert lines[2] == "1 of 3 tasks can be solved in full (judge fixed)"
+
+
+def test_check_ends_well_if_all_tasks_can_be_solved(tmp_path, capsys):
+    colbench.main(["check", str(write(tmp_path / "t.jsonl", TASKS[:1]))])
+    assert "1 of 1 tasks can be solved in full" in capsys.readouterr().out
 
 
 def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
