@@ -11,10 +11,8 @@ How it works:
   3. a referee judges the answer: model-written code and pages run only in closed child processes;
   4. DOMAINS holds all that differs between functions and pages: a third domain is one more entry.
 
-    python colbench.py check TASKS.jsonl   grade every solution against itself, show protections;
-                                           the exit status is 1 if a task cannot be solved in full
-    python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one, which
-                                           its task_id names, or its number in the file from 1 on
+    python colbench.py check TASKS.jsonl   grade every solution against itself, show protections
+    python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl   make tasks from WebSight rows
 
 Reads: task files of facebook/collaborative_agent_bench as they are, and `toy:backend:train` names.
@@ -46,7 +44,8 @@ from pathlib import Path
 from judge.browser import Browser, PageError
 from judge.pages import (
     ClipReward, extract_html, grade_page, graded_page, last_page, official_addresses)
-from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge, check_solutions
+from judge.sandbox import (
+    ANSWER_MARKER, SECOND_LINES, SOLUTION_FAILED, Judge, check_solutions)
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -887,7 +886,13 @@ def check_command(path, judge, require_protection):
     broken = {index for index, _, _ in rows}
     print(f"{len(tasks) - len(broken)} of {len(tasks)} tasks can be solved in full (judge {judge})")
     for name, active in status.items():
-        print(f"protection {name:14s} {'active' if active else 'MISSING'}")
+        if active:
+            state = "active"
+        elif name in SECOND_LINES:
+            state = "MISSING (a second line of defence; answers are closed in without it)"
+        else:
+            state = "MISSING"
+        print(f"protection {name:14s} {state}")
     if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
@@ -948,7 +953,7 @@ def dialogue_parts(episode):
     outcome = f"sample {episode['sample']}"
     if episode["agent"]:
         outcome += f" of {episode['agent']}"
-    outcome += f": {episode['turns']} turns, "
+    outcome += f": {counted(episode['turns'], 'turn')}, "
     if episode["error"]:
         outcome += f"stopped by an error: {episode['error']}"
     else:
@@ -964,6 +969,11 @@ def dialogue_parts(episode):
             yield from turn_notes(episode, index // 2, message)
     if episode["reasons"]:
         yield BOLD, "tests", counted_reasons(episode["reasons"])
+
+
+def counted(count, thing):
+    """Such as "1 turn" or "2,000 turns"."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
 def counted_reasons(reasons):
@@ -1040,8 +1050,8 @@ def main(argv=None):
                        help="refuse if the sandbox lacks a protection")
     show = commands.add_parser("show", help="print dialogues to read")
     show.add_argument("episodes", help="file of collect.py or evaluate.py, or the official one")
-    show.add_argument("task", nargs="?", help="task_id of the one task to show, or its number from 1"
-                      " on (default: all)")
+    show.add_argument("task", nargs="?", help="task_id of the one task to show, or its number from"
+                      " 1 on (default: all)")
     convert = commands.add_parser("websight", help="turn WebSight rows into frontend tasks")
     convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
     convert.add_argument("train", help="task file for the first 10,000 rows")

@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
-    derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
+    counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
     split_message, write_atomically)
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
@@ -276,6 +276,7 @@ class Progress:
         return self
 
     def __exit__(self, *_):
+        self.show(0)
         self.bar.close()
 
     def turn(self):
@@ -291,8 +292,8 @@ class Progress:
 
     def draw(self, episodes):
         waiting = f", {self.in_flight} in flight" if self.in_flight else ""
-        self.bar.set_postfix_str(f"{summary(self.totals)}, {self.turns} turns{waiting}",
-                                 refresh=False)
+        self.bar.set_postfix_str(f"{summary(self.totals)}, {counted(self.turns, 'turn')}"
+                                 f"{waiting}", refresh=False)
         self.bar.update(episodes)
 
 
@@ -341,7 +342,7 @@ def main(args):
         return
     failures = [episode["error"] for episode in episodes if episode["error"]]
     outcomes = summary(add_outcomes(Counter(), episodes))
-    print(f"{args.output}: {len(episodes)} episodes, {outcomes}, {len(failures)} failed")
+    print(f"{args.output}: {counted(len(episodes), 'episode')}, {outcomes}, {len(failures)} failed")
     print(marker_hint(episodes), end="")
     if failures:
         print(f"First failure: {failures[0]}\nGive the same command again to retry the failed"

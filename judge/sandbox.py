@@ -271,25 +271,21 @@ class Judge:
 
 
 def tell_once(status: dict[str, bool]) -> None:
-    """Print which protections this machine lacks, and what that means.
+    """Print which protections this machine lacks, if the sandbox is weaker without them.
 
     Later judges stay silent, also those of processes that this one starts, and so do all but one
     of the processes that torchrun starts on a machine.
     """
-    inactive = [name for name, active in status.items() if not active]
-    if not inactive or TOLD in os.environ:
+    missing = [name for name in REQUIRED if not status[name]]
+    if not missing or TOLD in os.environ:
         return
     os.environ[TOLD] = "1"
-    if set(inactive) & set(REQUIRED):
-        meaning = (
-            "a harmful answer could use that, so grade only what models you trust write, or use"
-            " Linux 5.13 or newer"
-        )
-    else:
-        meaning = "a second line of defence; answers are closed in without it"
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        names = ", ".join(inactive)
-        print(f"judge: not active on this machine: {names} ({meaning})", file=sys.stderr)
+        print(
+            f"judge: not active on this machine: {', '.join(missing)} (a harmful answer could use"
+            " that, so grade only what models you trust write, or use Linux 5.13 or newer)",
+            file=sys.stderr,
+        )
 
 
 def is_value(outcome: str) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy
 
-from colbench import DOMAINS, MAX_TURNS, ResumableJsonl, lacks_answer
+from colbench import DOMAINS, MAX_TURNS, ResumableJsonl, counted, lacks_answer
 from collect import read_run
 from judge.browser import Browser
 from judge.pages import extract_html, graded_page, open_picture
@@ -95,10 +95,10 @@ def subtitle(results):
     over = "tasks"
     if any(policy["seeds"] > 1 for policy in results["policies"].values()):
         over = "seeds and tasks"
-    tasks = f"{results['tasks']:,} tasks"
+    tasks = counted(results["tasks"], "task")
     if results["unsolvable"]:
         tasks += f", {results['unsolvable']:,} of them unsolvable by their own solution"
-    return (f"{results['domain']} · {tasks} · {sum(counts):,} episodes ·"
+    return (f"{results['domain']} · {tasks} · {counted(sum(counts), 'episode')} ·"
             f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws,"
             " Wilson's where all outcomes agree")
 

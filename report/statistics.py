@@ -24,7 +24,10 @@ def bounds(means, count, limits=None):
 
     A bootstrap of equal outcomes has no width. Then up to Wilson's bound for 0 of `count` could be
     otherwise: as low or as high as `limits` allow. For 0 or 1 this is Wilson's interval itself.
+    Without limits one task has no interval, since its samples do not tell how other tasks differ.
     """
+    if count == 1 and not limits:
+        return {"low": None, "high": None}
     low, high = numpy.percentile(means, (2.5, 97.5))
     if limits and high - low < 1e-9:
         _, others = wilson(0.0, count)

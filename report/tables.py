@@ -2,7 +2,7 @@
 
 import typing
 
-from colbench import DOMAINS, harmless
+from colbench import DOMAINS, counted, harmless
 
 REASON_CHARACTERS = 300  # of an error in a sentence
 
@@ -24,10 +24,13 @@ def main_metric(results):
 
 
 def with_interval(number, factor, sign=""):
-    """("56.8", "[53.7, 59.9]"), or a dash where there is nothing to count."""
+    """("56.8", "[53.7, 59.9]"); dashes where there is nothing to count, or no interval."""
     if number is None:
         return "–", ""
-    value, low, high = (f"{factor * number[key]:{sign}.1f}" for key in ("value", "low", "high"))
+    value = f"{factor * number['value']:{sign}.1f}"
+    if number["low"] is None:
+        return value, "[–]"
+    low, high = (f"{factor * number[key]:{sign}.1f}" for key in ("low", "high"))
     return value, f"[{low}, {high}]"
 
 
@@ -56,7 +59,7 @@ def verdict(results):
         first, second = leads[0]["policy"], leads[0]["against"]
         points = in_words(leads[0]["difference"], "points")
         if leads[0]["tasks"] < results["tasks"]:
-            points += f" on the {leads[0]['tasks']} tasks that both finished"
+            points += f" on the {counted(leads[0]['tasks'], 'task')} that both finished"
         if leads[0]["settled"]:
             sentences = [f"{first} wins: {first} {achieved[first]} {of_what}, {points} more than"
                          f" {second}, the next best."]
@@ -85,7 +88,7 @@ def tasks_nobody_solves(results):
     if not results["unsolvable"]:
         return []
     return [f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by their own"
-            " solution, and count as not solved."]
+            " solution; these count as not solved."]
 
 
 def stopped_dialogues(results):
@@ -95,9 +98,9 @@ def stopped_dialogues(results):
         if policy["errors"]:
             reason = max(policy["errors"], key=policy["errors"].get)
             reason = harmless(" ".join(reason.split()))[:REASON_CHARACTERS]
-            sentences.append(f"{sum(policy['errors'].values())} of {policy['episodes']} dialogues"
-                             f" of {name} were stopped by an error and count nowhere else; the most"
-                             f" frequent: {reason}")
+            count = sum(policy["errors"].values())
+            sentences.append(f"An error stopped {count} of {policy['episodes']} dialogues of"
+                             f" {name}, which count nowhere else; the most frequent: {reason}")
     return sentences
 
 
@@ -149,13 +152,15 @@ def all_tables(results):
 def number_keys(results):
     """(numbers to show, numbers that are zero for every policy).
 
-    One that no policy has is in neither, nor is success without leaks where nothing leaks.
+    The main metric is always shown. A number that no policy has is in neither, nor is success
+    without leaks where nothing leaks.
     """
+    metric = main_metric(results)
     shown, zeros = [], []
     numbers = [policy["numbers"] for policy in results["policies"].values()]
     for key in numbers[0]:
         found = [policy[key]["value"] for policy in numbers if policy[key]]
-        if any(found):
+        if any(found) or (found and key == metric):
             shown.append(key)
         elif found:
             zeros.append(key)
@@ -165,7 +170,7 @@ def number_keys(results):
 
 
 def policy_table(results):
-    """One line for each policy, with the numbers that are not zero for all of them."""
+    """One line for each policy, with the main metric and what is not zero for all."""
     shown, _ = number_keys(results)
     return number_table("", results, shown)
 

@@ -84,6 +84,25 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
     assert found == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
 
 
+def test_one_task_gives_counts_no_interval_and_shares_one_that_other_tasks_could_leave_wide(
+        tmp_path, capsys):
+    rows = [episode(0, sample, reward=sample % 2, agent_tokens=sample) for sample in range(12)]
+    numbers = numbers_of(tmp_path, rows=rows)
+    for key in ("turns", "tokens"):
+        assert numbers[key]["low"] is None and numbers[key]["high"] is None
+    assert numbers["success"]["low"] < 0.2 < 0.8 < numbers["success"]["high"]
+    assert "1.0 [–]" in capsys.readouterr().out
+
+
+def test_the_main_metric_is_shown_even_if_it_is_zero_for_every_policy(tmp_path):
+    for domain, heading in (("backend", "Success %"), ("frontend", "Similarity × 100")):
+        rows = [episode(task, reward=0.0, domain=domain) for task in range(2)]
+        results = evaluated(tmp_path, p=rows)
+        shown, *folded = tables.all_tables(results)
+        assert heading in shown.headings
+        assert heading not in [text for table in folded for text in table.headings]
+
+
 def test_seeds_that_disagree_widen_the_interval():
     agreeing = numpy.full((2, 50), 0.5)
     disagreeing = numpy.array([[0.0] * 50, [1.0] * 50])
@@ -371,7 +390,7 @@ def test_all_errors_still_give_a_table_and_a_report_but_no_share_and_no_exit_sta
     numbers = results["policies"]["p"]["numbers"]
     assert numbers["errors"]["value"] == 1.0 and numbers["success"] is None
     printed = capsys.readouterr().out
-    assert "3 of 3 dialogues of p were stopped by an error" in printed
+    assert "An error stopped 3 of 3 dialogues of p, which" in printed
     assert "human: HTTP 404 \\x1b[2J" in printed and "of the tasks" not in printed
     assert (tmp_path / "r.html").is_file()
 
@@ -381,8 +400,8 @@ def test_the_verdict_counts_dialogues_that_an_error_stopped_and_names_the_common
     rows = [failed(0, "rare"), failed(1, "common"), failed(2, "common"), episode(3)]
     results = evaluated(tmp_path, p=rows, q=[episode(task) for task in range(4)])
     assert results["policies"]["p"]["errors"] == {"rare": 1, "common": 2}
-    assert ("3 of 4 dialogues of p were stopped by an error and count nowhere else; the most"
-            " frequent: common\n") in capsys.readouterr().out
+    assert ("An error stopped 3 of 4 dialogues of p, which count nowhere else; the most frequent:"
+            " common\n") in capsys.readouterr().out
 
 
 def test_tasks_that_their_own_solution_fails_are_counted_and_end_in_a_way_of_their_own(

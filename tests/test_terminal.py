@@ -276,6 +276,17 @@ def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
     assert collect.marker_hint([episode("t", None, error="gone")]) == ""
 
 
+def test_the_bar_of_a_rollout_counts_in_the_singular_and_ends_with_nothing_in_flight(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    with collect.Progress(1, [], ALONE) as progress:
+        progress.turn()
+        progress.show(1)
+        assert progress.bar.postfix == "reward 0.000, 1 turn, 1 in flight"
+        progress.turn()
+        progress.episode(episode("t", 1.0))
+    assert progress.bar.postfix == "success 1.000, reward 1.000, 2 turns"
+
+
 # -----------------------------------------------------------------------------
 # How training ends
 
@@ -321,20 +332,32 @@ def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path,
 # Protections of the judge
 
 
-@pytest.mark.parametrize("lacking, meaning", [
-    (["own user"], "own user (a second line of defence; answers are closed in without it)"),
-    (["files", "own user"], "files, own user (a harmful answer could use that"),
-])
-def test_what_this_machine_cannot_protect_is_said_once_and_explained(
-        monkeypatch, capsys, lacking, meaning):
+def status_without(*lacking):
+    return {name: name not in lacking for name in (*sandbox.REQUIRED, *sandbox.SECOND_LINES)}
+
+
+def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch, capsys):
     monkeypatch.delenv(sandbox.TOLD, raising=False)
-    status = {name: name not in lacking for name in (*sandbox.REQUIRED, *sandbox.SECOND_LINES)}
+    status = status_without("files", "own user")
     for _ in range(2):
         sandbox.tell_once(status)
     said = capsys.readouterr().err
-    assert said.count("not active on this machine") == 1 and meaning in said
+    assert said.count("not active on this machine: files (a harmful answer could use that") == 1
     monkeypatch.delenv(sandbox.TOLD)
     monkeypatch.setenv("LOCAL_RANK", "1")
     sandbox.tell_once(status)
-    sandbox.tell_once(dict.fromkeys(status, True))
     assert capsys.readouterr().err == ""
+
+
+def test_a_second_line_of_defence_that_is_missing_is_told_by_check_alone(
+        monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv(sandbox.TOLD, raising=False)
+    status = status_without("own user")
+    sandbox.tell_once(status)
+    assert capsys.readouterr().err == "" and sandbox.TOLD not in os.environ
+    monkeypatch.setattr(sandbox.Worker, "ready", lambda self: status)
+    monkeypatch.setattr(sandbox.Judge, "outcomes", lambda *_: [sandbox.describe(1)])
+    colbench.main(["check", str(write(tmp_path / "t.jsonl", [TASKS[1]]))])
+    printed = capsys.readouterr().out
+    assert "protection own user       MISSING (a second line of defence" in printed
+    assert "protection files          active" in printed
