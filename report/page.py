@@ -129,12 +129,25 @@ def flags_of(path):
 def training_method(flags):
     """One clause on what a checkpoint is, from the flags that trained it."""
     if "method" in flags:
-        return f"{METHODS[flags['method']]}, from {flags['model']}"
+        return f"{METHODS[flags['method']]}, from {short_name(flags['model'])}"
     if "head" in flags:
         head = {"logratio": "log-ratio critic", "value": "critic with a value head"}[flags["head"]]
         sight = "" if flags["privileged"] == "none" else " that sees the solution"
-        return f"{head}{sight}, from {flags['model']}"
+        return f"{head}{sight}, from {short_name(flags['model'])}"
     return ""
+
+
+def short_name(model):
+    """A model's name in a sentence: of a path its last part, as other machines lack the rest."""
+    is_path = model.startswith((".", "/")) or model.count("/") > 1
+    return Path(model).name if is_path and "://" not in model else model
+
+
+def from_here(path):
+    """A path below the folder that the command was given in, without that folder."""
+    if Path(path).is_relative_to(Path.cwd()):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def training_sentences(training):
@@ -164,9 +177,9 @@ def policy_facts(name, episodes, files, starts):
     agent = str(first.get("agent") or flags.get("agent") or "unknown")
     trained = flags_of(Path(agent) / "run.json")
     if agent in starts:
-        what = [f"{agent}, the model that training starts from"]
+        what = [f"{short_name(agent)}, the model that training starts from"]
     else:
-        what = [training_method(trained) or f"the model {agent}"]
+        what = [training_method(trained) or f"the model {short_name(agent)}"]
     if flags.get("max_turns", MAX_TURNS) != MAX_TURNS:
         what.append("in one turn" if flags["max_turns"] == 1
                     else f"at most {flags['max_turns']} turns")
@@ -176,10 +189,12 @@ def policy_facts(name, episodes, files, starts):
     human = " ".join(str(part) for part in (first.get("human"), flags.get("human_model")) if part)
     finished = time.strftime("%Y-%m-%d", time.gmtime(Path(files[0]).stat().st_mtime))
     facts = {
-        "Model": agent, "Tasks": flags.get("tasks"), "Human": human, "Judge": flags.get("judge"),
+        "Model": from_here(agent), "Tasks": flags.get("tasks"), "Human": human,
+        "Judge": flags.get("judge"),
         "Last played": finished, "Commit": run.get("commit"),
         "Versions": ", ".join(f"{key} {value}" for key, value in run.get("versions", {}).items()),
-        "Files": ", ".join(files), "Played by": command_of(run.get("script", ""), flags),
+        "Files": ", ".join(map(from_here, files)),
+        "Played by": command_of(run.get("script", ""), flags),
         "Trained by": command_of("train_policy.py", trained),
     }
     return {"name": name, "what": "; ".join(what),
@@ -315,7 +330,7 @@ def requirement_chart(episodes):
         return []
     x = {"title": "details that the task needs", "whole": True}
     return [chart("results", "lines", "Success by number of requirements", lines=lines, x=x,
-                  y={"title": "% of tasks solved", "least": 0})]
+                  y={"title": "% of tasks solved", "least": 0, "most": 100})]
 
 
 def turn_limit_chart(episodes, metric):
@@ -332,7 +347,7 @@ def turn_limit_chart(episodes, metric):
     if last < 2:
         return []
     return [chart("results", "lines", title, lines=lines, x={"title": "turns", "whole": True},
-                  y={"title": "% of episodes", "least": 0})]
+                  y={"title": "% of episodes", "least": 0, "most": 100})]
 
 
 def best_of_n_chart(policies, numbers, text):
@@ -380,7 +395,7 @@ def critic_chart(run):
     if not rows:
         return None
     return chart("critic", "bars", f"{run.name}: the better one ranked higher, %", rows=rows,
-                 guide=50, most=100, run=run.name)
+                 guide=50, run=run.name)
 
 
 def calibration_chart(episodes):
@@ -401,7 +416,7 @@ def calibration_chart(episodes):
     return chart("critic", "lines", "Advantage against true credit",
                  lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
                  x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
-                 y={"title": "% that truly help", "least": 0})
+                 y={"title": "% that truly help", "least": 0, "most": 100})
 
 
 CURVES = {  # metric -> title, unit, factor
@@ -549,6 +564,15 @@ def finite(values):
     return [None if isinstance(v, float) and not math.isfinite(v) else v for v in values]
 
 
+def with_indent(text, output):
+    """Text that was cut out of `output` and stripped, with the indent of its first line again."""
+    if not text:
+        return text
+    before, found, _ = output.partition(text)
+    line = before.rpartition("\n")[2]
+    return line + text if found and line.isspace() and "\n" in text else text
+
+
 def episode_record(name, seed_index, episode, leak_threshold):
     """One episode as the page reads it; what belongs to its task is stored once, separately."""
     task_id = episode["task"]["task_id"]
@@ -558,15 +582,17 @@ def episode_record(name, seed_index, episode, leak_threshold):
     dialogue = []
     for turn in episode["dialogue_history"]:
         record = {key: turn[key] for key in ("role", "content", "finished") if key in turn}
-        if turn.get("output") not in (None, turn["content"]):
-            record["output"] = turn["output"]
+        output = turn.get("output") or turn["content"]
+        if output.strip() != turn["content"].strip():
+            record["output"] = output
+        record["content"] = with_indent(turn["content"], output)
         dialogue.append(record)
     return {
         "id": f"{name}/{task_id}/{sample}", "policy": name, "sample": sample,
         "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
         "reward": None if episode["error"] else episode["reward"], "reasons": episode["reasons"],
         "leak": episode["leak"], "leaking": (episode["leak"] or 0.0) >= leak_threshold,
-        "answer": episode["answer"], "dialogue": dialogue,
+        "answer": with_indent(episode["answer"], output), "dialogue": dialogue,
         "advantages": finite(episode.get("advantages")),
         "credits": finite(episode.get("credits")),
     }

@@ -242,6 +242,19 @@ def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
         assert part in facts
 
 
+def test_a_sentence_names_a_model_by_the_last_part_of_its_path_and_facts_start_here(
+        browser, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model, name in ((f"{tmp_path}/out/seed1/sweet", "sweet"), ("./sweet", "sweet"),
+                        ("toy/base", "toy/base"), ("http://host:1/v1", "http://host:1/v1")):
+        assert page.short_name(model) == name
+    rows = [episode(0, 0, agent=f"{tmp_path}/out/sweet")]
+    browser.open(write_report(tmp_path, ours=rows).as_uri())
+    assert browser.text("#policies p") == "ours – the model sweet"
+    facts = browser.run("document.querySelector('#run dl').textContent")
+    assert "Modelout/sweet" in facts and "Filesours.jsonl" in facts
+
+
 def test_a_policy_that_is_played_here_names_its_command_and_file(browser, tmp_path):
     flags = ["--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted"]
     output = ["--output", str(tmp_path), "--report", str(tmp_path / "report.html")]
@@ -277,6 +290,16 @@ def test_turns_and_endings_are_stacked_by_their_share(browser, report):
     assert widths[2] == pytest.approx(4 * widths[3], rel=0.1)
     colours = browser.each(f"{endings} .swatch", "getComputedStyle(e).backgroundColor")
     assert len(set(colours)) == 4
+
+
+def test_tasks_that_nobody_can_solve_end_in_a_way_of_their_own(browser, tmp_path):
+    unsolvable = {"test1": "solution failed", "test2": "wrong"}
+    rows = [episode(0, 0, passed=False, reasons=unsolvable), episode(1, 0, passed=False)]
+    browser.open(write_report(tmp_path, ours=rows).as_uri())
+    assert "2 tasks, 1 of them unsolvable" in browser.text("#subtitle")
+    assert browser.each("#results figure:nth-of-type(2) rect", "e.textContent") == [
+        "ours, wrong answer: 50.0 %", "ours, solution failed: 50.0 %"]
+    assert browser.each(".row b", "e.textContent") == ["·", "✗"]
 
 
 def toy_rows(questions, success=True):
@@ -378,6 +401,7 @@ def test_table_shows_the_numbers_of_the_markdown_table(browser, report):
     lines = report.with_name("results.md").read_text().splitlines()[2:4]
     assert drawn == [line.strip("| ").split(" | ") for line in lines]
     assert "backend · 6 tasks · 12 episodes" in browser.text("#subtitle")
+    assert "unsolvable" not in browser.text("#subtitle")
     assert "95 % intervals over tasks, 200 bootstrap draws" in browser.text("#subtitle")
 
 
@@ -415,7 +439,7 @@ def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(browser, report
     chart = "#results figure:nth-of-type(1)"
     assert browser.text(f"{chart} figcaption") == "Success %, with 95 % intervals"
     widths = browser.each(f"{chart} rect", "e.width.baseVal.value")
-    labels = browser.each(f"{chart} text", "e.textContent")
+    labels = browser.each(f"{chart} text:not(.axis)", "e.textContent")
     assert labels[::2] == ["ours", "theirs"] and widths[0] > widths[1] == 0
     assert labels[1].startswith("50.0 [") and labels[3].startswith("0.0 [0.0, ")
     ends = browser.each(f"{chart} .whisker", "[...e.points].map(point => point.x)")[0]
@@ -423,6 +447,9 @@ def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(browser, report
     results = json.loads(report.with_name("results.json").read_text())
     number = results["policies"]["ours"]["numbers"]["success"]
     scale = widths[0] / number["value"]
+    axis = browser.each(f"{chart} .grid", "e.points[0].x")
+    assert axis == pytest.approx([8 + scale * share for share in (0, 0.25, 0.5, 0.75, 1)], abs=0.1)
+    assert browser.each(f"{chart} .axis", "e.textContent") == ["0", "25", "50", "75", "100"]
     assert ends == pytest.approx([8 + scale * number["low"], 8 + scale * number["high"]], abs=0.1)
 
 
@@ -435,6 +462,8 @@ def test_lines_have_a_legend_axes_and_a_point_for_each_value(browser, report):
         2, 2]
     ticks = browser.each(f"{chart} > svg text[text-anchor=middle]", "e.textContent")
     assert ticks == ["1", "2", "turns"]  # turns are whole
+    shares = browser.each(f"{chart} > svg text[text-anchor=end]", "e.textContent")
+    assert shares == ["0", "25", "50", "75", "100"]  # though no policy solves all
 
 
 def test_each_training_curve_has_a_title_a_unit_and_axes_of_its_own(browser, report):
@@ -477,7 +506,7 @@ def test_a_policy_has_one_colour_everywhere_that_contrasts(browser, report, dark
     assert bars == lines and len({*bars, curves[0]}) == 3 and set(curves[1:]) == {bars[0]}
     page = browser.run("getComputedStyle(document.body).backgroundColor")
     groups = [[f"c{number}" for number in range(8)],
-              ["useful", "right", "wasted", "repeated", "early", "wrong", "cut"]]
+              ["useful", "right", "wasted", "repeated", "early", "wrong", "cut", "unsolvable"]]
     for names in groups:
         colours = browser.run(
             f"{json.dumps(names)}.map(name => {{ const mark = make('i', `swatch ${{name}}`);"
@@ -530,7 +559,7 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
     titles = browser.each("#results figcaption", "e.innerText")
     assert titles == ["Similarity × 100, with 95 % intervals", "How episodes end, %",
                       "Ended within so many turns"]
-    bar = browser.each("#results figure:nth-of-type(1) text", "e.textContent")
+    bar = browser.each("#results figure:nth-of-type(1) text:not(.axis)", "e.textContent")
     assert bar[0] == "ours" and bar[1].startswith("25.0 [")
     assert browser.text("#results figure:nth-of-type(2) .legend") == "answered"
     titles = browser.each(".pages figcaption", "e.innerText")
@@ -578,6 +607,50 @@ def test_tasks_that_one_solves_and_another_fails_show_both_side_by_side(browser,
     assert browser.count(".columns.beside") == 0
     browser.set("beside", "theirs")
     assert browser.count(".columns.beside > section") == 2
+
+
+def test_a_dialogue_is_headed_by_its_request_and_the_list_is_as_tall_as_it_is_long(
+        browser, tmp_path):
+    rows = [episode(task, 0) for task in range(40)]
+    rows[0]["task"] |= {"task_id": "0123456789abcdef",
+                        "problem_description": "Format a price.\n " + "As it is usual here, " * 9}
+    rows[1]["task"]["problem_description"] = " "
+    browser.open(write_report(tmp_path, ours=rows).as_uri())
+    heading = browser.text("#episode h2")
+    assert heading.startswith("Format a price. As it is") and heading.endswith(" …")
+    assert len(heading) <= 62 and "sample 0 of 0123456789abcdef" in browser.text("#episode")
+    height = "document.getElementById('list').offsetHeight"
+    assert browser.run(height) > 500
+    browser.set("search", "task1")
+    browser.run("document.querySelector('.row').click()")
+    assert browser.text("#episode h2") == "task1"
+    browser.set("search", "task12")
+    assert browser.run(height) < 100
+    browser.set("search", "no such text")
+    assert browser.run("getComputedStyle(document.getElementById('list')).visibility") == "hidden"
+
+
+def test_code_keeps_the_indent_of_its_first_line(browser, tmp_path):
+    code = "    def f(x):\n        return x"
+    row = episode(0, 0, answer=code.strip())
+    for place, text in ((1, code), (3, "I WANT TO ANSWER:\n" + code)):
+        row["dialogue_history"][place] |= {"content": text.strip(), "output": text + "\n"}
+    browser.open(write_report(tmp_path, ours=[row]).as_uri())
+    turns = browser.each(".assistant .text", "e.textContent")
+    assert turns == [code, "I WANT TO ANSWER:\n" + code]
+    assert code in browser.each("#episode pre", "e.textContent")
+    assert browser.count(".assistant details") == 0  # no other output to fold out
+
+
+@pytest.mark.parametrize("text, output, shown", [
+    ("f()", "  f()", "f()"),  # one line has no lines to be in line with
+    ("a\nb", "I say a\nb", "a\nb"),
+    ("a\nb", "\n\n  a\nb", "  a\nb"),
+    ("a\nb", "another text", "a\nb"),
+    (None, "x", None),
+])
+def test_an_indent_is_restored_only_where_a_line_began_with_it(text, output, shown):
+    assert page.with_indent(text, output) == shown
 
 
 def test_no_match_leaves_nothing_stale(browser, report):
@@ -730,6 +803,8 @@ def test_print_has_no_controls_and_dark_ink(browser, report):
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.text("#sentences p") and browser.text("#episode h2")
     assert "2 tests – passed" in browser.text("#episode")
+    boxes = browser.each("pre, .text, .scroll", "getComputedStyle(e).overflow")
+    assert set(boxes) == {"visible"}  # a box that scrolls would be cut where a page ends
 
 
 def test_2500_episodes_open_within_a_second_in_5_megabytes(browser, tmp_path):
