@@ -809,6 +809,13 @@ class ResumableJsonl:
         finally:
             os.close(descriptor)
 
+    def discard(self, keys):
+        """Remove rows that this process has appended."""
+        if self.part.exists():
+            rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
+            kept = [row for row in rows if self.key(row) not in keys]
+            write_atomically(self.part, "".join(json.dumps(row) + "\n" for row in kept))
+
     def finish(self, order):
         """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
 

@@ -21,6 +21,7 @@ reply(request) (optional) is a generator for collect.interleave that returns the
 made of others has it, such as best of N; it then needs no `speak`.
 
 given_up (optional) is None, or the reason why a server is no longer asked: no new dialogue starts.
+has_answered (optional; a missing attribute means True) is whether it has answered anything so far.
 
 reads_history (optional; a missing attribute means False) is True for a human that reads the plain
 dialogue history in place of the messages that a human model reads, as scripted humans do.

@@ -53,7 +53,7 @@ class ServerSpeaker:
         self.in_flight = 0  # requests that were submitted and have no reply yet
         self.failures_in_a_row = 0
         self.failing_since = None  # when the first failed attempt since the last answer began
-        self.has_answered = False
+        self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.model_name = self._checked_name(settings.model_name)
 
@@ -187,6 +187,7 @@ class ServerSpeaker:
         detail = error.read(1 << 16).decode(errors="replace")
         if self.key:
             detail = detail.replace(self.key, "(the API key)")
+        detail = " ".join(detail.split())  # pages of proxies have many lines
         return detail[:DETAIL_CHARACTERS]  # cut last, so that no part of a key is left
 
     # -------------------------------------------------------------------------

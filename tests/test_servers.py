@@ -629,6 +629,26 @@ def test_dialogues_are_the_same_with_a_fifth_of_the_calls_failing(impatient, tmp
     assert len({row["reward"] for row in rows}) > 1
 
 
+def test_a_wrong_key_when_a_run_grows_leaves_what_was_finished_before(impatient, tmp_path):
+    file, tasks = toy_tasks(tmp_path, 12)
+    episodes = tmp_path / "episodes.jsonl"
+
+    def run(human, num_tasks):
+        flags = ["--tasks", file, "--agent", "scripted", "--human", human.url, "--human_model",
+                 "human", "--num_tasks", num_tasks, "--samples_per_task", 1, "--output", episodes]
+        collect.main(collect.parse_args([str(flag) for flag in flags]))
+
+    with running(toy_answer(tasks)) as human:
+        run(human, 4)
+        before = episodes.read_text().splitlines()
+        human.RequestHandlerClass, human.status, human.answers = Unknown, 401, 0
+        with pytest.raises(SystemExit, match="answers no request .*HTTP 401"):
+            run(human, 12)
+    after = episodes.read_text().splitlines()
+    assert len(before) == 4 and after[:4] == before
+    assert all(json.loads(line)["error"] for line in after[4:])
+
+
 def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impatient, tmp_path):
     file, tasks = toy_tasks(tmp_path, 40)
     (tmp_path / "whole").mkdir()
@@ -681,9 +701,13 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
         flags = ["--tasks", str(file), "--agent", agent.url, "--human", *human]
         script.main(script.parse_args([*flags, *output]))
 
-    with running(lambda body, seed: "What?") as agent, unknown(404) as wrong:
+    def answer(body, seed):  # some dialogues end without a human reply
+        return "I WANT TO ANSWER: x" if "Ticket 1" in str(body["messages"]) else "What?"
+
+    with running(answer) as agent, unknown(404) as wrong:
         with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
             run(agent, wrong.url)
+        assert all(json.loads(line)["error"] for line in episodes.read_text().splitlines())
         run(agent, "scripted")
     rows = [json.loads(line) for line in episodes.read_text().splitlines()]
     assert rows and not any(row["error"] for row in rows)
