@@ -246,7 +246,7 @@ def collect_episodes(jobs, settings, output, process, wrap_agent=None):
                     progress.episode(episode)
             if given_up(human) and not getattr(human, "has_answered", True):
                 # what has ended without a human reply must not block a corrected --human
-                store.discard([(task["task_id"], sample) for task, sample in mine])
+                store.discard({(task["task_id"], sample) for task, sample in mine})
             stop_if_given_up(agent, human)
     return store.finish([(task["task_id"], sample) for task, sample in jobs])
 

@@ -579,7 +579,7 @@ def episode_record(name, seed_index, episode, leak_threshold):
     sample = str(episode["sample"])
     if seed_index > 0:
         sample += f", seed {seed_index}"
-    dialogue = []
+    dialogue, output = [], ""
     for turn in episode["dialogue_history"]:
         record = {key: turn[key] for key in ("role", "content", "finished") if key in turn}
         output = turn.get("output") or turn["content"]
