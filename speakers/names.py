@@ -25,7 +25,8 @@ def check_spec(spec):
 def check_checkpoint(path):
     """Refuse a directory that is no checkpoint, or one whose training has not finished.
 
-    A name like toy/base means a directory where there is a directory toy; the Hub is not asked.
+    A name like toy/base means a directory where toy holds what these scripts train; the Hub, which
+    could have an organisation of that name, is not asked then.
     """
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -35,7 +36,7 @@ def check_checkpoint(path):
             hint = "expected a checkpoint directory that from_pretrained opens"
         raise SystemExit(f"{path}: found a directory without config.json; {hint}")
     means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
-    if "/" in str(path) and Path(folder.parts[0]).is_dir():
+    if any(folder.parent.glob("*/run.json")) and folder.parent != Path():
         means_directory = True
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"

@@ -460,8 +460,9 @@ def test_a_damaged_checkpoint_is_a_sentence_that_names_it(tiny, tmp_path, damage
 def test_a_mistyped_directory_is_refused_before_the_output_is_claimed(
         tmp_path, monkeypatch, spec, meant):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/base").mkdir(parents=True)
-    (tmp_path / "base").mkdir()
+    for name in ("runs/base", "base"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").touch()
     args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", spec, "--output",
                                "out/e.jsonl"])
     message = f"{re.escape(spec)}: no such directory; .*Hugging Face name{re.escape(meant)}$"
@@ -472,15 +473,15 @@ def test_a_mistyped_directory_is_refused_before_the_output_is_claimed(
 
 def test_a_name_that_is_neither_a_directory_nor_on_the_hub_says_both(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
+    (tmp_path / "Qwen/base").mkdir(parents=True)  # a downloaded model, beside others of the Hub
 
     def no_hub(path):
         raise OSError(f"{path} is not on the Hub")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", no_hub)
     with pytest.raises(SystemExit, match="no such directory here, and the .* Hub has no such model"
-                                         ".*bsae is not on the Hub; did you mean base[?]"):
-        load_tokenizer("bsae")
+                                         ".*bsae is not on the Hub; did you mean Qwen/base[?]"):
+        load_tokenizer("Qwen/bsae")
 
 
 @pytest.mark.parametrize("text", [
