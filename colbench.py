@@ -152,7 +152,7 @@ FRONTEND_HUMAN_PROMPT = (
     " changes that you would like. If there are none, say so. Do not write HTML.\n\n"
     "The designer's last message: {message}"
 )
-SOLUTION_NOTE = "Reference solution, known in training only:\n{solution}\n\n"
+SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 
 def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):

@@ -2,38 +2,45 @@
 # Train toy/base (DOMAIN=frontend: toy/base_frontend), the tiny policy that the embedded world
 # starts from. It imitates a noisy demonstrator. In the informed dialogues the solution stands in
 # front and is followed, so that the model can read one, as a pretrained model can.
+#
+# The base knows all topics by name and nothing of what they hide, so it serves any number of them.
+# For one that knows: AGENT=scripted:knowing TOPICS=64 BASE=runs/out/base_64 runs/make_toy_base.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DOMAIN=${DOMAIN:-backend}
 OUT=${OUT:-runs/out/base_$DOMAIN}
+AGENT=${AGENT:-scripted}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=passive
 if [ "$DOMAIN" = backend ]; then
-  BASE=toy/base
-  TASKS=4000
+  BASE=${BASE:-toy/base}
+  TASKS=(--tasks "toy:backend:train:${TOPICS:-256}" --num_tasks 4000)
   EPOCHS=3
-  PROMPT="Ask what is missing, then answer."
 else
-  BASE=toy/base_frontend
-  TASKS=600
+  BASE=${BASE:-toy/base_frontend}
+  TASKS=(--tasks toy:frontend:train --num_tasks 600)
   EPOCHS=4
-  PROMPT="Show a page, change what the person asks for, then answer."
 fi
 mkdir -p "$OUT" "$BASE"
-echo "$PROMPT" > "$OUT/prompt.txt"
 
-demonstrate() { # NAME AGENT SAMPLES SEED
-  python collect.py --tasks "toy:$DOMAIN:train" --num_tasks "$TASKS" --samples_per_task "$3" \
-    --agent "$2" --agent_prompt "$OUT/prompt.txt" --seed "$4" --output "$OUT/$1.jsonl"
+demonstrate() { # NAME AGENT SAMPLES SEED FLAGS...
+  python collect.py "${TASKS[@]}" --samples_per_task "$3" --agent "$2" --seed "$4" \
+    --output "$OUT/$1.jsonl" "${@:5}"
 }
-demonstrate noisy scripted 3 0
+demonstrate noisy "$AGENT" 3 0
 demonstrate informed scripted:informed 2 1
+EPISODES=("$OUT/noisy.jsonl")
+if [ "$DOMAIN" = backend ]; then
+  demonstrate at_once scripted:guessing 1 2 --max_turns 1
+  EPISODES+=("$OUT/at_once.jsonl")
+fi
 
 train() { # MODEL OUTPUT SEED
-  python train_policy.py --method sft --model "$1" --episodes "$OUT/noisy.jsonl" \
+  python train_policy.py --method sft --model "$1" --episodes "${EPISODES[@]}" \
     --privileged_episodes "$OUT/informed.jsonl" --epochs "$EPOCHS" --lr 2e-3 \
     --batch_size 32 --micro_batch_size 32 --seed "$3" --output "$2"
 }
 train toy "$OUT/first" 0
 # a second peak of the learning rate: topics, reading and counting come late
 train "$OUT/first" "$OUT/checkpoint" 1
-cp "$OUT"/checkpoint/*.{json,jinja,safetensors,txt} "$BASE/"
+# the domain's own prompts hold for any number of turns, so the base brings none
+cp "$OUT"/checkpoint/{*.json,*.jinja,*.safetensors} "$BASE/"

@@ -3,13 +3,15 @@
 Run: pytest tests/test_toy.py
 """
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
-from colbench import MAX_TURNS, agent_messages, derive_seed, read_tasks, split_message
+from colbench import (
+    MAX_TURNS, agent_messages, agent_prompt_of, derive_seed, read_tasks, split_message)
 from judge.sandbox import ANSWER_MARKER, grade_all
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings, Utterance
@@ -18,8 +20,10 @@ from toy.world import (
     DETAILS,
     LIKELY,
     NUM_OPTIONS,
+    NUM_TOPICS,
     PHRASES,
     SCRIPTED,
+    TOPICS,
     ToyCredit,
     backend_demonstrator,
     backend_human,
@@ -27,7 +31,9 @@ from toy.world import (
     credit_auc,
     credit_pairs,
     details_in,
+    guessing_backend_demonstrator,
     informed_backend_demonstrator,
+    knowing_backend_demonstrator,
     phrase_of,
     toy_asked,
     toy_credit,
@@ -119,7 +125,16 @@ def test_train_valid_and_test_share_no_task_and_requirements_vary():
     assert not train & valid
     assert not train & test
     assert not valid & test
-    assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {2, 3, 4, 5}
+    assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {2, 3}
+
+
+@pytest.mark.parametrize("num_topics", [16, 256])
+def test_a_world_has_as_many_topics_as_its_name_says(num_topics):
+    tasks = read_tasks(f"toy:backend:train:{num_topics}", 2000)
+    assert {task["toy"]["topic"] for task in tasks} == set(TOPICS[:num_topics])
+    assert len(set(TOPICS)) == 256
+    default = read_tasks("toy:backend:train", 50)
+    assert default == read_tasks(f"toy:backend:train:{NUM_TOPICS}", 50)
 
 
 def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
@@ -136,7 +151,9 @@ def test_every_requirement_matters_in_some_hidden_test(tasks):
         assert not any(grade.success for grade in grade_all([task] * len(partial), partial))
 
 
-@pytest.mark.parametrize("spec", ["toy:backend", "toy:sql:train", "toy:backend:dev"])
+@pytest.mark.parametrize("spec", ["toy:backend", "toy:sql:train", "toy:backend:dev",
+                                  "toy:frontend:test:64", "toy:backend:test:0",
+                                  "toy:backend:test:257"])
 def test_an_unknown_world_or_split_is_refused(spec):
     with pytest.raises(SystemExit, match=spec):
         toy_tasks(spec, 1)
@@ -177,9 +194,30 @@ def test_the_demonstrator_often_stops_early_and_often_runs_out_of_turns(tasks):
             early += marked and bool(missing)
             right += answer == task["ground_truth"]
     total = 4 * len(tasks)
-    assert 0.15 < right / total < 0.4
-    assert early / total > 0.2
-    assert late / total > 0.2
+    assert 0.07 < right / total < 0.2
+    assert early / total > 0.12
+    assert late / total > 0.4
+
+
+def test_what_a_demonstrator_knows_of_topics_decides_how_often_it_asks_for_what_is_likely(tasks):
+    """Five of sixteen details are likely, so who knows nothing asks for them 5 times in 16."""
+    shares = {}
+    for agent in (backend_demonstrator, knowing_backend_demonstrator):
+        first = []
+        for task, seed in itertools.product(tasks, range(10)):
+            draw = random.Random(derive_seed(seed, task["task_id"]))
+            question = agent(task, [user(task["problem_description"])], draw)
+            first.append(toy_asked(question) in LIKELY[task["toy"]["topic"]])
+        shares[agent] = sum(first) / len(first)
+    assert abs(shares[backend_demonstrator] - 5 / 16) < 0.05
+    assert abs(shares[knowing_backend_demonstrator] - (0.5 + 0.5 * 5 / 16)) < 0.05
+
+
+def test_who_may_not_ask_guesses_a_function_with_the_number_of_rules_asked_for(tasks):
+    answers = [play(task, guessing_backend_demonstrator)[1] for task in tasks]
+    assert [len(details_in(answer)) for answer in answers] == [
+        len(task["toy"]["needed"]) for task in tasks]
+    assert sum(grade.success for grade in grade_all(tasks, answers)) / len(tasks) < 0.03
 
 
 def test_the_demonstrator_learns_what_is_wanted_from_the_dialogue_alone(tasks):
@@ -225,8 +263,8 @@ def test_a_lying_human_makes_the_demonstrator_write_what_it_was_told(tasks, monk
         return human.speak([history], seeds=[0], tasks=[task])[0][0].text
 
     answers = obeyed = 0
-    for task in tasks:
-        history, answer = play(task, agent, human=speak)
+    for task, seed in itertools.product(tasks, range(2)):
+        history, answer = play(task, agent, seed, human=speak)
         asked = details_asked(history)
         told = [(d, lie(task, d)) for d in DETAILS if d in asked and d in task["toy"]["needed"]]
         if ANSWER_MARKER in history[-1]["content"] and told:
@@ -288,7 +326,7 @@ def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
     for task in tasks[:60]:
         needed = task["toy"]["needed"]
         history, _ = play(task, backend_demonstrator, 1)
-        for turn in range(1, min(4, len(history) // 2)):
+        for turn in range(1, min(MAX_TURNS - 1, len(history) // 2), 2):
             before = history[:2 * turn + 1]
             asked = details_asked(before)
             unknown = [detail for detail in needed if detail not in asked]
@@ -367,9 +405,20 @@ def test_the_base_policy_speaks_the_language_of_the_world():
     settings = SpeakerSettings(max_new_tokens=128, device="cpu")
     speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
     tasks = read_tasks("toy:backend:valid", 60)
-    prompt = "Ask what is missing, then answer."
-    spoken = speaker.speak([agent_messages(task, [], prompt) for task in tasks], seeds=range(60))
+    prompts = [agent_prompt_of(task, None) for task in tasks]
+    spoken = speaker.speak([agent_messages(task, [], prompt)
+                            for task, prompt in zip(tasks, prompts, strict=True)],
+                           seeds=range(60))
     texts = [utterances[0].text for utterances in spoken]
     understood = [toy_asked(text) is not None or ANSWER_MARKER in text for text in texts]
     assert sum(understood) >= 58
     assert all(utterances[0].finished for utterances in spoken)
+
+
+def test_the_base_policy_answers_where_its_prompt_allows_one_message():
+    settings = SpeakerSettings(max_new_tokens=128, device="cpu")
+    speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
+    tasks = read_tasks("toy:backend:valid", 60)
+    spoken = speaker.speak([agent_messages(task, [], agent_prompt_of(task, None, max_turns=1))
+                            for task in tasks], seeds=range(60))
+    assert sum(ANSWER_MARKER in utterances[0].text for utterances in spoken) >= 58

@@ -12,6 +12,9 @@ request leaves out most of what the human has in mind. Each world has
     toy/base_frontend imitate. It knows what the human said and nothing else of the task; only the
     `informed` one reads the solution.
 
+Two parameters of the backend world say how much outcomes alone can teach: the number of topics, and
+how much the base policy knows of what each of them hides (NUM_TOPICS and NOISY, below).
+
 In the backend world, the right credit of each turn is known (`toy_credit`), so a critic's
 advantages can be compared with the truth (`credit_auc`). `toy_model` makes the tiny model that
 training starts from. The table SCRIPTED, at the end, lists the parties: a new one, such as a human
@@ -38,27 +41,31 @@ from judge.sandbox import ANSWER_MARKER, grade
 
 
 def toy_tasks(spec, num_tasks):
-    """The first `num_tasks` tasks of `toy:DOMAIN:SPLIT`."""
-    parts = spec.split(":")
-    domains = ("backend", "frontend")
-    splits = ("train", "valid", "test")
-    if len(parts) != 3 or parts[1] not in domains or parts[2] not in splits:
+    """The first `num_tasks` tasks of `toy:DOMAIN:SPLIT`; `toy:backend:SPLIT:TOPICS` names a world
+    with so many topics."""
+    found = re.fullmatch(r"toy:(backend|frontend):(train|valid|test)(?::(\d+))?", spec)
+    if found is None or (found[3] and found[1] != "backend"):
         raise SystemExit(
             f"found --tasks {spec}, expected toy:backend:train, toy:frontend:test, ..."
             " (train, valid or test)"
         )
-    _, domain, split = parts
-    if domain == "backend":
-        return backend_tasks(split, num_tasks)
-    return frontend_tasks(split, num_tasks)
+    domain, split, num_topics = found.groups()
+    if domain == "frontend":
+        return frontend_tasks(split, num_tasks)
+    num_topics = int(num_topics or NUM_TOPICS)
+    if not 1 <= num_topics <= len(TOPICS):
+        raise SystemExit(f"found --tasks {spec}, expected 1 to {len(TOPICS)} topics")
+    return backend_tasks(split, num_tasks, num_topics)
 
 
 # -----------------------------------------------------------------------------
 # Backend tasks: functions that change a text by hidden rules
 #
-# A topic ("invoice") makes five of sixteen details likely, and a task needs two to five of those.
+# A topic ("invoice") makes five of sixteen details likely, and a task needs two or three of those.
 # No prompt says which details go with which topic: a policy has to learn it, while whoever sees
-# the solution can read off what matters.
+# the solution can read off what matters. The more topics there are, the fewer outcomes there are of
+# each; the less the base policy knows of them, the rarer its successes.
+NUM_TOPICS = 64
 
 # detail -> its four options: (what the human says, the clause of the solution). The clauses of a
 # function are applied in the order of this table.
@@ -164,24 +171,39 @@ NUM_OPTIONS = 4
 TOPICS = (
     "invoice ticket badge parcel recipe poster ledger voucher caption banner album receipt lesson"
     " memo locker shelf coupon menu passport playlist bottle crate folder garden harbor island"
-    " jacket kettle lantern market needle orchard pencil quilt rocket saddle temple umbrella violin"
-    " wagon yacht zipper anchor basket candle diary engine feather guitar helmet inkwell journal"
-    " kitchen ladder mirror notebook oven puzzle ribbon statue tractor vase window bridge"
+    " jacket kettle lantern market needle orchard pencil quilt rocket saddle temple umbrella"
+    " violin wagon yacht zipper anchor basket candle diary engine feather guitar helmet inkwell"
+    " journal kitchen ladder mirror notebook oven puzzle ribbon statue tractor vase window bridge"
+    " acorn arrow apron arena attic autumn bamboo barrel beacon beetle bicycle blanket blender"
+    " bracelet branch brush bucket buffet bundle cabin cactus calendar camera canoe canvas carpet"
+    " cartoon castle cellar cheese cherry chimney chorus circus clinic cloak closet cloud clover"
+    " cobweb coffee compass concert copper cotton cradle crayon cricket crystal curtain cushion"
+    " dagger daisy dentist desert dinner dolphin donkey dragon drawer drum duck eagle elbow ember"
+    " estate fabric falcon farm fence ferry fiddle flag flute forest fossil fountain galaxy"
+    " gallery garage gazette glacier globe glove goose granite grape gravel hammer hamster hangar"
+    " hedge hermit hive honey hostel hotel igloo insect iron ivory jewel jigsaw jungle kayak"
+    " kennel kernel keyboard kiosk kite knight lagoon lake laptop lemon letter library lily linen"
+    " lizard lobby lobster magnet mansion maple marble meadow medal melon meteor mill mitten"
+    " monkey mosaic museum mustard nest novel nugget oasis ocean olive onion opera orange orchid"
+    " otter owl paddle palace panda paper parrot peach pebble pepper piano picnic pigeon pillow"
+    " pirate planet plaza pocket pond potato prism pumpkin quarry rabbit racket radio raft raisin"
+    " razor river robin rose salad sandal scarf school sculpture shed shovel silver sofa spider"
+    " spoon squirrel stadium stove"
 ).split()
 LIKELY = {topic: random.Random(f"topic {topic}").sample(list(DETAILS), 5) for topic in TOPICS}
-NUMBER_WORDS = {2: "two", 3: "three", 4: "four", 5: "five"}
+NUMBER_WORDS = {2: "two", 3: "three"}
 INPUT_WORDS = "red apple Boat seven tea Green see lamp".split()
 INPUT_NUMBERS = (10, 100, 201, 35, 1)
 
 
-def backend_tasks(split, num_tasks):
+def backend_tasks(split, num_tasks, num_topics):
     """The first tasks of a split. A task's content decides its split, so splits are disjoint."""
     draw = random.Random(f"toy:backend:{split}")
     tasks = []
     seen = set()
     while len(tasks) < num_tasks:
-        topic = draw.choice(TOPICS)
-        needed = draw.sample(LIKELY[topic], draw.randint(2, 5))
+        topic = draw.choice(TOPICS[:num_topics])
+        needed = draw.sample(LIKELY[topic], draw.choice(list(NUMBER_WORDS)))
         choice = tuple(
             (detail, draw.randrange(NUM_OPTIONS)) for detail in DETAILS if detail in needed
         )
@@ -321,14 +343,30 @@ class Habits(typing.NamedTuple):
     ask_preferred: float  # ask for one of the preferred details instead of any
 
 
-NOISY = Habits(answer_incomplete=0.05, answer_complete=0.2, ask_preferred=0.5)
+# `ask_preferred` is what the base policy knows of a topic: 0 is nothing
+NOISY = Habits(answer_incomplete=0.02, answer_complete=0.7, ask_preferred=0.0)
+KNOWING = NOISY._replace(ask_preferred=0.5)
 INFORMED = Habits(answer_incomplete=0.02, answer_complete=0.5, ask_preferred=0.6)
 
 
 def backend_demonstrator(task, messages, draw):
-    """A noisy agent: it hardly knows what a topic needs, stops too early or asks for too long."""
+    """A noisy agent: it knows nothing of topics, stops too early or asks for too long."""
     topic, _ = read_request(messages)
     return demonstrate(messages, draw, LIKELY[topic], NOISY)
+
+
+def knowing_backend_demonstrator(task, messages, draw):
+    """A noisy agent that knows, for half of its questions, what a topic makes likely."""
+    topic, _ = read_request(messages)
+    return demonstrate(messages, draw, LIKELY[topic], KNOWING)
+
+
+def guessing_backend_demonstrator(task, messages, draw):
+    """Answers at once, as one who may not ask has to: with details and options at random."""
+    _, num_needed = read_request(messages)
+    guessed = draw.sample(list(DETAILS), num_needed)
+    choice = [(detail, draw.randrange(NUM_OPTIONS)) for detail in DETAILS if detail in guessed]
+    return f"{ANSWER_MARKER}\n{code_of(choice)}"
 
 
 def informed_backend_demonstrator(task, messages, draw):
@@ -736,7 +774,9 @@ TOKEN_PATTERN = "|".join([
 ])
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m['role'] != 'system' %}"
+    "{% if m['role'] == 'system' %}"
+    "{{ '<once>' if 'you send one message' in m['content'] | lower else '' }}"
+    "{% else %}"
     "{{ '<agent>' if m['role'] == 'assistant' else '<human>' }}{{ m['content'] }}<end>"
     "{% endif %}"
     "{% endfor %}"
@@ -747,7 +787,7 @@ CHAT_TEMPLATE = (
 def toy_tokenizer(episodes):
     """A tokenizer with the words of the episodes' solutions and messages.
 
-    Its chat template omits the system message.
+    Of the system message, its chat template keeps only whether the agent may send one message.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -760,7 +800,7 @@ def toy_tokenizer(episodes):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=2304,
-        special_tokens=["<end>", "<human>", "<agent>"],
+        special_tokens=["<end>", "<human>", "<agent>", "<once>"],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -789,6 +829,8 @@ def texts_to_read(episodes):
 SCRIPTED = {
     ("backend", "human", ""): backend_human,
     ("backend", "agent", ""): backend_demonstrator,
+    ("backend", "agent", "knowing"): knowing_backend_demonstrator,
+    ("backend", "agent", "guessing"): guessing_backend_demonstrator,
     ("backend", "agent", "informed"): informed_backend_demonstrator,
     ("frontend", "human", ""): frontend_human,
     ("frontend", "agent", ""): frontend_demonstrator,
