@@ -29,7 +29,6 @@ import random
 import typing
 from pathlib import Path
 
-import numpy
 import torch.nn.functional as F
 from tqdm import tqdm
 
@@ -77,17 +76,17 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta, loss=
 # Pairs of candidates
 
 
-def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
+def make_pairs(texts, advantages, pairing, count, draw):
     """Up to `count` (chosen, rejected) indices among the N candidates of a state.
 
-    halves (paper): one of the better and one of the worse half by advantage; best_worst: from both
-    ends inwards; random: any two, the better one chosen.
+    halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
+    one that training the critic made likelier and one that it made less likely, of which a state
+    may have none; best_worst: from both ends inwards; random: any two, the better one chosen.
 
     A text sampled k times counts k times, so frequent texts are paired more often; all copies share
     the index of the first, so that it is encoded once. (A text that was once finished and once cut
-    has two advantages.) Dropped are pairs of equal texts, pairs whose advantages differ by at most
-    `min_gap` (in units of the advantage), which the critic hardly tells apart, and pairs with an
-    empty text, which has no words to learn from.
+    has two advantages.) Dropped are pairs of equal texts, of equal advantages, and with an empty
+    text, which has no words to learn from.
     """
     first = {}
     for index, candidate in enumerate(zip(texts, advantages, strict=True)):
@@ -98,41 +97,43 @@ def make_pairs(texts, advantages, pairing, count, draw, min_gap=0.0):
     better, worse = ranked[:half], ranked[len(ranked) - half:]
     if pairing == "halves":
         pool = [(a, b) for a in better for b in worse]
+    elif pairing == "positive_vs_negative":
+        pool = [(a, b) for a in ranked for b in ranked if advantages[a] > 0 > advantages[b]]
     elif pairing == "best_worst":
         pool = list(zip(better, reversed(worse), strict=True))
     elif pairing == "random":
         pool = [(a, b) for rank, a in enumerate(ranked) for b in ranked[rank + 1:]]
     else:
-        raise ValueError(f"found pairing {pairing!r}, expected 'halves', 'best_worst' or 'random'")
-    pool = [(a, b) for a, b in pool if advantages[a] - advantages[b] > min_gap
+        raise ValueError(f"found pairing {pairing!r}, expected one of {', '.join(PAIRINGS)}")
+    pool = [(a, b) for a, b in pool if advantages[a] > advantages[b]
             and texts[a].strip() and texts[b].strip() and texts[a] != texts[b]]
     if pairing == "best_worst":
         return pool[:count]
     return draw.sample(pool, min(count, len(pool)))
 
 
+PAIRINGS = ("halves", "positive_vs_negative", "best_worst", "random")
+
+
 class PairSettings(typing.NamedTuple):
     pairing: str
     pairs_per_state: int
-    min_gap: float  # in standard deviations of all advantages
     share: str
     seed: int
 
 
-def state_pairs(ranked_states, settings):
-    """(state, its pairs of indices of candidates) for each ranked state."""
-    all_advantages = [value for state in ranked_states for value in state["advantages"]]
-    gap = settings.min_gap * float(numpy.std(all_advantages))
-    for state in ranked_states:
-        draw = random.Random(derive_seed(settings.seed, "pairs", *candidate_key(state)))
-        yield state, make_pairs(state["candidates"], state["advantages"], settings.pairing,
-                                settings.pairs_per_state, draw, gap)
+def pairs_of_state(state, settings):
+    """The (chosen, rejected) indices of its candidates, whatever other states there are."""
+    draw = random.Random(derive_seed(settings.seed, "pairs", *candidate_key(state)))
+    return make_pairs(state["candidates"], state["advantages"], settings.pairing,
+                      settings.pairs_per_state, draw)
 
 
 def candidate_items(reader, ranked_states, settings):
     """(items, report) of ranked candidates: pairs of rows that share their state's prompt."""
     items, too_long = [], 0
-    for state, pairs in state_pairs(ranked_states, settings):
+    for state in ranked_states:
+        pairs = pairs_of_state(state, settings)
         if not pairs:
             continue
         used = sorted({index for pair in pairs for index in pair})
@@ -249,8 +250,7 @@ def method_items(args, reader, episodes, process):
     """The items of --method, and counts to print."""
     if args.method == "sweet":
         path = args.candidates or rank_candidates(args, episodes, process)
-        settings = PairSettings(args.pairing, args.pairs_per_state, args.min_gap, args.share,
-                                args.seed)
+        settings = PairSettings(args.pairing, args.pairs_per_state, args.share, args.seed)
         return candidate_items(reader, read_candidates(path), settings)
     if args.method == "mtdpo":
         groups = group_by_task(episodes)
@@ -496,7 +496,7 @@ def is_prompt(messages):
 SAMPLING_FLAGS = ("data_fraction", "states", "states_per_task", "num_candidates", "temperature",
                   "max_new_tokens", "sampling_batch_size", "sampler", "sampler_model", "reference",
                   "stop_after")
-PAIRING_FLAGS = ("pairs_per_state", "pairing", "min_gap")
+PAIRING_FLAGS = ("pairs_per_state", "pairing")
 SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, *PAIRING_FLAGS)
 IGNORED = {  # flags that would do nothing
     "sweet": ("pairs", "margin", "privileged_episodes"),
@@ -537,10 +537,8 @@ def parse_args(argv=None):
         help="whether the reference of the ranking sees the solution (paper) or not (official)")
     add = parser.add_argument_group("pairs of candidates (sweet)").add_argument
     add("--pairs_per_state", type=int, default=4, help="pairs drawn from a state's candidates")
-    add("--pairing", choices=("halves", "best_worst", "random"), default="halves",
-        help="how pairs are drawn")
-    add("--min_gap", type=float, default=0.0,
-        help="least difference of a pair's advantages, in standard deviations (paper: 0)")
+    add("--pairing", choices=PAIRINGS, default="halves",
+        help="how pairs are drawn (paper: halves)")
     add = parser.add_argument_group("supervised (sft)").add_argument
     add("--privileged_episodes", nargs="+", default=[],
         help="episodes to learn with the solution in front, so that a tiny model can read one")
@@ -551,7 +549,7 @@ def parse_args(argv=None):
     check_method_flags(parser, args)
     require_at_least(1, args, "num_candidates", "pairs_per_state", "max_new_tokens",
                      "sampling_batch_size", "states_per_task")
-    require_at_least(0, args, "temperature", "min_gap")
+    require_at_least(0, args, "temperature")
     if not 0 < args.data_fraction <= 1:
         raise SystemExit(f"found --data_fraction {args.data_fraction}, expected more than 0 and at"
                          " most 1")

@@ -24,7 +24,7 @@ from judge.sandbox import SOLUTION_FAILED
 from report.statistics import wilson
 from report.tables import heading, main_metric
 from toy.world import has_toy_credit, toy_credit
-from train_policy import PairSettings, read_candidates, state_pairs
+from train_policy import PairSettings, pairs_of_state, read_candidates
 
 PAGE = Path(__file__).parent.with_name("evaluate.html")
 EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
@@ -475,9 +475,9 @@ def example_pairs(run):
         return []
     settings = PairSettings(*[run.flags[name] for name in PairSettings._fields])
     pairs = []
-    for state, chosen_and_rejected in state_pairs(read_candidates(path), settings):
+    for state in read_candidates(path):
         advantages = state["advantages"]
-        for chosen, rejected in chosen_and_rejected:
+        for chosen, rejected in pairs_of_state(state, settings):
             pairs.append((advantages[chosen] - advantages[rejected], chosen, rejected, state))
     if not pairs:
         return []

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's Table 3 and best of N on the embedded world, from what runs/toy.sh left in OUT:
 # SWEET-RL without training-time information, without length normalisation, and with a value head;
-# and with and without information on the paper's own pairs, whatever the gap of their advantages.
+# and with and without information on the paper's own pairs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
@@ -12,21 +12,21 @@ ablation() { # NAME CRITIC_FLAGS...
   mkdir -p "$OUT/$1/policy" # the same candidates, ranked by another critic
   cp "$OUT/sweet/candidates.sampled.jsonl" "$OUT/$1/policy"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" "${SAMPLING[@]}" \
-    "${GAP[@]}" --critic "$OUT/$1/critic"
+    "${PAIRING[@]}" --critic "$OUT/$1/critic"
   play "$1" "$OUT/$1/policy" "$OUT/test/$1"
 }
 ablation sweet_no_privileged "${CRITIC_LOSS[@]}" --privileged none
 ablation sweet_no_normalise "${CRITIC_LOSS[@]}" --normalise none
-# the best of 5e-5, 3e-4 and 1e-3 on held-out tasks
+PAIRING=() # a value is no ratio to a reference, so that zero would say nothing
 ablation sweet_value_head --head value --lr 3e-4
 
-any_gap() { # NAME RANKED
+halves() { # NAME RANKED
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" \
     --candidates "$OUT/$2/candidates.jsonl"
   play "$1" "$OUT/$1/policy" "$OUT/test/$1"
 }
-any_gap sweet_any_gap sweet
-any_gap sweet_any_gap_no_privileged sweet_no_privileged/policy
+halves sweet_halves sweet
+halves sweet_halves_no_privileged sweet_no_privileged/policy
 
 play base "$BASE" "$OUT/test/best_of_n" --critic "$OUT/critic" --best_of_n 1 2 4 8 16
 play base "$BASE" "$OUT/test/best_of_n_no_privileged" \

@@ -19,8 +19,8 @@ for round in $(seq "$FIRST" "$ROUNDS"); do
   collect "$MODEL" "$((SEED + 1000 * (round - 1)))" "$DIR/episodes.jsonl"
   EPISODES+=("$DIR/episodes.jsonl")
   critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}" "${CRITIC_LOSS[@]}"
-  policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" "${SAMPLING[@]}" "${GAP[@]}" \
-    --critic "$DIR/critic"
+  policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" "${SAMPLING[@]}" \
+    "${PAIRING[@]}" --critic "$DIR/critic"
   MODEL=$DIR/policy
   play "sweet_round$round" "$MODEL" "$OUT/test"
   PLAYED+=("$OUT/test/sweet_round$round.jsonl")

@@ -35,7 +35,7 @@ baselines >"$OUT/baselines.log" 2>&1 &
 critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}"
 
 step "3. Policy: SWEET-RL on candidates that the critic ranks"
-policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" "${SAMPLING[@]}" "${GAP[@]}" \
+policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" "${SAMPLING[@]}" "${PAIRING[@]}" \
   --critic "$OUT/critic"
 
 step "4. Test: $TEST tasks that training has not seen"

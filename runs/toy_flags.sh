@@ -5,9 +5,10 @@ export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
 DOMAIN=${DOMAIN:-backend}
 SEED=${SEED:-0}
+WORLD=${TOPICS:+:$TOPICS} # a world with so many topics
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
-  BASE=toy/base
+  BASE=${BASE:-toy/base}
   TASKS=${TASKS:-700}
   SAMPLES=6
   TEST=${TEST:-500}
@@ -15,9 +16,10 @@ if [ "$DOMAIN" = backend ]; then
   PAIRS=(--pairs success_vs_failure --share state --micro_batch_size 2)
   CRITIC=("${PAIRS[@]}" --batch_size 4 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
-  STATES=(--states successes --states_per_task 8)
-  GAP=(--min_gap 1)
-  MTDPO=(--method mtdpo "${PAIRS[@]}" --batch_size 8 --lr 5e-4 --nll 3 --epochs 2)
+  STATES=(--states_per_task 6)
+  PAIRING=(--pairing positive_vs_negative)
+  SWEET=(--lr 1e-3 --epochs 4)
+  MTDPO=(--method mtdpo "${PAIRS[@]}" --batch_size 8 --lr 1e-3 --nll 3 --epochs 4)
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend
@@ -29,17 +31,18 @@ else
   CRITIC=("${PAIRS[@]}" --lr 2e-4 --epochs 2)
   CRITIC_LOSS=(--beta 3 --nll 0.5)
   STATES=(--states_per_task 2)
-  GAP=()
+  PAIRING=()
+  SWEET=(--lr 3e-4 --epochs 2)
   MTDPO=(--method mtdpo "${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
 fi
 BATCH=(--batch_size 32 --micro_batch_size 16)
 SAMPLING=("${STATES[@]}" --data_fraction 1 --max_new_tokens "$TOKENS" --sampling_batch_size 256)
-SWEET=(--method sweet "${BATCH[@]}" --share state --lr 3e-4 --beta 0.3 --nll 3 --epochs 2)
+SWEET+=(--method sweet "${BATCH[@]}" --share state --beta 0.3 --nll 3)
 RFT=(--method rft "${BATCH[@]}" --lr 1e-3 --epochs 6)
 
 collect() { # MODEL SEED EPISODES
   python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py \
-    --tasks "toy:$DOMAIN:train" --num_tasks "$TASKS" --samples_per_task "$SAMPLES" \
+    --tasks "toy:$DOMAIN:train$WORLD" --num_tasks "$TASKS" --samples_per_task "$SAMPLES" \
     --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$2" --output "$3"
 }
 critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
@@ -49,7 +52,7 @@ policy() { # EPISODES MODEL OUTPUT FLAGS...
   python train_policy.py --episodes "$1" --model "$2" --output "$3" --seed "$SEED" "${@:4}"
 }
 play() { # NAME AGENT OUTPUT FLAGS...: prints what evaluate.py says before its tables
-  python evaluate.py --tasks "toy:$DOMAIN:test" --num_tasks "$TEST" --name "$1" --agent "$2" \
+  python evaluate.py --tasks "toy:$DOMAIN:test$WORLD" --num_tasks "$TEST" --name "$1" --agent "$2" \
     --output "$3" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED" "${@:4}" |
     sed '/^$/,$d'
 }

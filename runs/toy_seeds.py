@@ -23,13 +23,13 @@ from report.tables import lines_of, policy_table  # noqa: E402
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",
     "sweet_no_privileged", "sweet_no_normalise", "sweet_value_head", "sweet_round2",
-    "sweet_any_gap", "sweet_any_gap_no_privileged",
+    "sweet_halves", "sweet_halves_no_privileged",
 ]
 PAIRS = [  # besides sweet - every other policy
     ("rft", "base"),
     ("mtdpo", "base"),
     ("base", "single_turn"),
-    ("sweet_any_gap", "sweet_any_gap_no_privileged"),
+    ("sweet_halves", "sweet_halves_no_privileged"),
 ]
 CRITICS = {  # key of the table -> directory in that of a seed
     "credit_auc": "critic",

@@ -3,7 +3,7 @@
 # ONLY=toy omits ablations, best of N and round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export N=${1:-5} ROOT=${ROOT:-runs/out/seeds} TASKS=${TASKS:-1500}
+export N=${1:-5} ROOT=${ROOT:-runs/out/seeds} TASKS=${TASKS:-800}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 more() { # the second round on one core, the ablations and best of N on the other

@@ -175,7 +175,7 @@ def state_items(tokenizer, ranked_state, share):
     """The items of a state's four pairs, as train_policy.py makes them."""
     reader = Reader(tokenizer, "none", MAX_LENGTH)
     settings = PairSettings(
-        pairing="best_worst", pairs_per_state=4, min_gap=0.0, share=share, seed=0)
+        pairing="best_worst", pairs_per_state=4, share=share, seed=0)
     return candidate_items(reader, [ranked_state], settings)[0]
 
 

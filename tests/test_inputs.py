@@ -162,7 +162,7 @@ def use_candidates(path):
     rows = train_policy.read_candidates(path)
     assert all(math.isfinite(value) for row in rows for value in row["advantages"])
     settings = train_policy.PairSettings(
-        pairing="halves", pairs_per_state=4, min_gap=0.0, share="pair", seed=0)
+        pairing="halves", pairs_per_state=4, share="pair", seed=0)
     reader = Reader(TOKENIZER, "none", max_length=8192)
     items, report = train_policy.candidate_items(reader, rows, settings)
     assert report["states"] == len(rows)
@@ -249,7 +249,7 @@ VALUES = [
 ]
 MAY_BE_ZERO = (
     "warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "success_reward",
-    "min_gap", "temperature", "human_temperature", "leak_threshold", "lora_rank", "save_minutes",
+    "temperature", "human_temperature", "leak_threshold", "lora_rank", "save_minutes",
     "checkpointing_every",
 )
 
@@ -282,7 +282,7 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
     (train_policy, "--method mtdpo --critic c"),
     (train_policy, "--method rft --privileged_episodes e"),
     (train_policy, "--method rft --num_candidates 4"),
-    (train_policy, "--method rft --min_gap 2"),
+    (train_policy, "--method rft --pairing random"),
     (train_policy, "--method rft --beta 3"),
     (train_policy, "--method sweet --critic c --candidates r"),
     (train_policy, "--method sweet --critic c --pairs all"),

@@ -20,9 +20,8 @@ from speakers.local import LocalSpeaker, load_tokenizer
 from train_critic import Critic, Item, Reader, candidate_rows, dialogue_row, encode_row, turn_sums
 from training.packing import pack_rows
 from train_policy import (
-    IGNORED, SAMPLING_FLAGS, DpoSettings, PairSettings, candidate_items, check_critic, dpo_loss,
-    dpo_objective,
-    make_pairs, method_items, read_candidates, supervised_objective)
+    IGNORED, PAIRINGS, SAMPLING_FLAGS, DpoSettings, PairSettings, candidate_items, check_critic,
+    dpo_loss, dpo_objective, make_pairs, method_items, read_candidates, supervised_objective)
 
 # -----------------------------------------------------------------------------
 # The equation, and pairs
@@ -53,7 +52,6 @@ def test_the_other_losses_of_a_pair_equal_their_formulas():
         assert ipo.item() == pytest.approx((log_ratio - 1 / (2 * beta)) ** 2)
 
 
-PAIRINGS = ("halves", "best_worst", "random")
 TEXTS = list("abcdefgh")
 ADVANTAGES = [0.1, 0.8, 0.3, 0.6, 0.5, 0.4, 0.7, 0.2]
 
@@ -83,16 +81,18 @@ def test_equal_texts_ties_and_empty_texts_are_never_a_pair(pairing):
     assert make_pairs(["x"] * 4, [0.1] * 4, pairing, 4, random.Random(0)) == []
     assert make_pairs(["x", "y"], [0.5, 0.5], pairing, 4, random.Random(0)) == []
     assert make_pairs(["x", ""], [0.9, 0.1], pairing, 4, random.Random(0)) == []
-    pairs = make_pairs(["x", "y", "x", "z", "y"], [0.9, 0.1, 0.9, 0.5, 0.1], pairing, 9,
+    pairs = make_pairs(["x", "y", "x", "z", "y"], [0.9, -0.1, 0.9, 0.5, -0.1], pairing, 9,
                        random.Random(0))
     assert set(pairs) <= {(0, 1), (0, 3), (3, 1)}
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_advantages_that_the_critic_hardly_tells_apart_are_no_pair(pairing):
-    pairs = make_pairs(TEXTS, ADVANTAGES, pairing, 100, random.Random(0), min_gap=0.35)
-    assert pairs and all(ADVANTAGES[a] - ADVANTAGES[b] > 0.35 for a, b in pairs)
-    assert len(pairs) < len(make_pairs(TEXTS, ADVANTAGES, pairing, 100, random.Random(0)))
+def test_positive_against_negative_pairs_across_zero_wherever_the_halves_part():
+    def pairs(*advantages):
+        return set(make_pairs(TEXTS[:len(advantages)], advantages, "positive_vs_negative", 100,
+                              random.Random(0)))
+
+    assert pairs(0.3, -0.1, 0.0, -0.2, -0.3) == {(0, 1), (0, 3), (0, 4)}
+    assert pairs(0.3, 0.1, 0.2) == pairs(-0.3, -0.1, -0.2) == set()
 
 
 def test_an_unknown_pairing_share_or_loss_is_an_error_and_never_silently_another_one():
@@ -114,8 +114,8 @@ def test_candidates_of_blanks_alone_are_no_pair():
 READER = Reader(byte_tokenizer(), "none", 8192)
 
 
-def pair_settings(share, pairing="halves", pairs_per_state=4, min_gap=0.0):
-    return PairSettings(pairing, pairs_per_state, min_gap, share, seed=0)
+def pair_settings(share, pairing="halves", pairs_per_state=4):
+    return PairSettings(pairing, pairs_per_state, share, seed=0)
 
 
 def ranked_state(advantages, messages=None):
@@ -203,16 +203,17 @@ def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is(
     assert len(lengths) == 2  # with the older turn, and without it
 
 
-def test_the_least_gap_of_a_pair_means_the_same_for_advantages_on_any_scale(trained):
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_pairs_do_not_depend_on_the_scale_of_advantages(trained, pairing):
     states = read_candidates(trained / "sweet/candidates.jsonl")
     larger = [state | {"advantages": [1024 * value for value in state["advantages"]]}
               for state in states]
-
-    def pairs(states, min_gap):
-        return candidate_items(READER, states, pair_settings("pair", min_gap=min_gap))[1]["pairs"]
-
-    assert pairs(larger, 1.0) == pairs(states, 1.0) > 0
-    assert pairs(states, 0.0) > pairs(states, 1.0)
+    settings = pair_settings("pair", pairing)
+    items, report = candidate_items(READER, states, settings)
+    assert report["pairs"] > 0
+    again, _ = candidate_items(READER, larger, settings)
+    assert [[row.ids for row in item.rows] for item in items] == [
+        [row.ids for row in item.rows] for item in again]
 
 
 # -----------------------------------------------------------------------------
@@ -222,7 +223,7 @@ NON_DEFAULT = {
     "critic": "x", "candidates": "x", "data_fraction": "0.5", "states": "successes",
     "states_per_task": "2", "num_candidates": "8", "temperature": "0.5", "max_new_tokens": "8",
     "sampling_batch_size": "8", "sampler": "http://x/v1", "sampler_model": "x",
-    "reference": "plain", "pairs_per_state": "2", "pairing": "random", "min_gap": "0.5",
+    "reference": "plain", "pairs_per_state": "2", "pairing": "random",
     "pairs": "all", "margin": "0.5", "success_reward": "0.5", "share": "state", "beta": "0.5",
     "nll": "0.5", "loss": "ipo", "privileged_episodes": "x", "stop_after": "sampling",
 }
@@ -475,7 +476,8 @@ def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_pat
 @pytest.mark.parametrize("more, same", [
     (("--share", "pair", "--micro_batch_size", 4), True), (("--checkpointing_every", 1), True),
     (("--pairing", "best_worst"), False), (("--pairing", "random"), False),
-    (("--nll", "1"), False), (("--pairs_per_state", "1"), False), (("--min_gap", "1"), False),
+    (("--pairing", "positive_vs_negative"), False),
+    (("--nll", "1"), False), (("--pairs_per_state", "1"), False),
 ])
 def test_given_candidates_each_flag_changes_the_weights_or_only_their_cost(
         trained, tiny, tmp_path, more, same):

@@ -160,7 +160,7 @@ def write_sweet(folder, text="Which unit?"):
         for state in range(30)])
     steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
               "train/nll": 0.5} for i in range(40)]
-    return write_run(folder, steps, method="sweet", model="toy/base", min_gap=0.0, seed=0,
+    return write_run(folder, steps, method="sweet", model="toy/base", seed=0,
                      share="pair", pairing="halves", pairs_per_state=2)
 
 
