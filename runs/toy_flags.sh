@@ -19,7 +19,7 @@ if [ "$DOMAIN" = backend ]; then
   STATES=(--states_per_task 6)
   PAIRING=(--pairing positive_vs_negative)
   SWEET=(--lr 1e-3 --epochs 4)
-  MTDPO=(--method mtdpo "${PAIRS[@]}" --batch_size 8 --lr 1e-3 --nll 3 --epochs 4)
+  MTDPO=(--method mtdpo "${PAIRS[@]}" --batch_size 8 --lr 1e-3 --beta 0.3 --nll 10 --epochs 6)
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend
