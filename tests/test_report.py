@@ -11,7 +11,7 @@ import pytest
 
 import evaluate
 from judge.browser import DevTools, find_chromium
-from toy.world import backend_tasks
+from toy.world import toy_tasks
 from report import page
 
 HOSTILE = (
@@ -305,7 +305,7 @@ def test_tasks_that_nobody_can_solve_end_in_a_way_of_their_own(browser, tmp_path
 def toy_rows(questions, success=True):
     """Episodes of the embedded world that ask `questions` and then answer, where they do."""
     rows = []
-    for task in backend_tasks("test", 12):
+    for task in toy_tasks("toy:backend:test", 12):
         history = [{"role": "user", "content": task["problem_description"]}]
         for question in questions:
             history += [{"role": "assistant", "content": question},
