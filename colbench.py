@@ -777,6 +777,10 @@ def write_atomically(path, text):
         raise
 
 
+def write_jsonl(path, rows):
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
 class ResumableJsonl:
     """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
 
@@ -813,8 +817,7 @@ class ResumableJsonl:
         """Remove rows that this process has appended."""
         if self.part.exists():
             rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
-            kept = [row for row in rows if self.key(row) not in keys]
-            write_atomically(self.part, "".join(json.dumps(row) + "\n" for row in kept))
+            write_jsonl(self.part, [row for row in rows if self.key(row) not in keys])
 
     def finish(self, order):
         """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
@@ -864,7 +867,7 @@ class ResumableJsonl:
     def _replace(self, rows):
         """Make `rows` the file, and remove the parts that they came from."""
         if rows or self.files(self.path):
-            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_jsonl(self.path, rows)
         for file in self.files(self.path):
             if file != self.path:
                 file.unlink()

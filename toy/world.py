@@ -41,8 +41,10 @@ from judge.sandbox import ANSWER_MARKER, grade
 
 
 def toy_tasks(spec, num_tasks):
-    """The first `num_tasks` tasks of `toy:DOMAIN:SPLIT`; `toy:backend:SPLIT:TOPICS` names a world
-    with so many topics."""
+    """The first `num_tasks` tasks of `toy:DOMAIN:SPLIT`.
+
+    `toy:backend:SPLIT:TOPICS` names a world with so many topics.
+    """
     found = re.fullmatch(r"toy:(backend|frontend):(train|valid|test)(?::(\d+))?", spec)
     if found is None or (found[3] and found[1] != "backend"):
         raise SystemExit(
