@@ -21,20 +21,8 @@ the official ones); the human sees the dialogue as a chat with the roles swapped
 own thoughts before "OUTPUT:" again.
 """
 
-import argparse
-import datetime
-import difflib
-import fcntl
-import functools
-import hashlib
-import importlib.metadata
 import itertools
-import json
 import os
-import platform
-import re
-import signal
-import subprocess
 import sys
 import typing
 from collections import Counter
@@ -46,11 +34,14 @@ from tqdm import tqdm
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
     counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
-    split_message, write_atomically)
+    split_message)
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.names import check_spec
+from stages.flags import add_dtype_flag, flag_parser, require_at_least
+from stages.processes import join_processes, launch
+from stages.record import claim_output, records
 
 # -----------------------------------------------------------------------------
 # A dialogue
@@ -355,224 +346,6 @@ def main(args):
                          " the first failure above")
 
 
-# -----------------------------------------------------------------------------
-# Processes and signals: shared by the four scripts
-
-
-class Process(typing.NamedTuple):
-    rank: int
-    world: int
-    device: str | None
-    group: typing.Any = None  # of the collectives within a training step, see `join_processes`
-
-    @property
-    def leads(self):
-        return self.rank == 0
-
-    @property
-    def bar(self):
-        """Options of tqdm: the leader's bar alone, which a log file gets once a minute."""
-        interval = 0.1 if sys.stderr.isatty() else 60
-        return {"disable": not self.leads, "mininterval": interval}
-
-    def barrier(self):
-        if self.world > 1:
-            import torch.distributed
-
-            torch.distributed.barrier()
-
-    def from_leader(self, value):
-        """The value that the leader has, on every rank."""
-        if self.world == 1:
-            return value
-        import torch.distributed
-
-        values = [value]
-        torch.distributed.broadcast_object_list(values)
-        return values[0]
-
-
-# Within a training step no rank waits for long, so one that is silent for so many minutes hangs.
-# With nccl, torch's watchdog then ends the process and says which collective timed out.
-STEP_MINUTES = 30
-
-
-def join_processes(training=False):
-    """This process among those that torchrun started.
-
-    `training` adds the group of training steps, which a process alone has, too.
-    """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1 and not training:
-        return Process(rank, world, None)
-    import torch
-
-    cuda = torch.cuda.is_available()
-    device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(device)
-    if not torch.distributed.is_initialized():
-        # between steps, ranks may finish hours apart; torchrun notices one that dies
-        options = {"timeout": datetime.timedelta(days=7)}
-        if "RANK" not in os.environ:
-            options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
-        torch.distributed.init_process_group("gloo", **options)
-    group = None
-    if training:
-        group = torch.distributed.new_group(
-            timeout=datetime.timedelta(minutes=STEP_MINUTES), backend="nccl" if cuda else "gloo")
-    return Process(rank, world, device, group)
-
-
-def launch(main, args):
-    """Run a script's `main`; what stops it from outside becomes a sentence on how to resume."""
-
-    def stop(signal_number, frame):
-        raise KeyboardInterrupt
-
-    for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
-        signal.signal(signal_number, stop)
-    advice = "What was finished is on disk; rerun the same command to resume."
-    try:
-        main(args)
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
-        os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
-    except OSError as error:
-        raise SystemExit(f"The disk or a file failed: {error}. {advice}") from None
-    except RuntimeError as error:
-        message = str(error)
-        if "Connection closed by peer" in message or "Connection reset by peer" in message:
-            raise SystemExit("Another process of this run has ended; its message says why."
-                             f" {advice}") from None
-        if "imed out waiting" in message:
-            raise SystemExit("Another process of this run has been silent for longer than a"
-                             f" training step may wait ({STEP_MINUTES} minutes); look at its"
-                             f" machine. {advice}") from None
-        if "out of memory" not in message:
-            raise
-        raise SystemExit(
-            f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py, evaluate.py)"
-            " or --sampling_batch_size or --micro_batch_size (training), which the same --output"
-            " allows, or lower --max_length, or use more GPUs.") from None
-    if "torch" in sys.modules:
-        import torch.distributed
-
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
-
-
-# -----------------------------------------------------------------------------
-# The record of a run: the same command resumes it, another one is refused
-
-
-COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
-
-
-def claim_output(path, flags, inputs, process, cost_flags):
-    """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
-
-    Only `cost_flags` may differ, since they do not change what is made, and COUNTS may grow. A
-    command that has produced no output yet may be replaced by another.
-    """
-    path = Path(path)
-    flags = {name: value for name, value in flags.items() if name != "output"}
-    hashes = {str(name): file_hash(name) for name in inputs if name}
-    if path.name == "run.json" and path.with_name("config.json").exists() and not path.exists():
-        raise SystemExit(f"{path.parent}: found a checkpoint that none of these scripts wrote,"
-                         " expected a new directory; choose another --output")
-    if process.leads:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        hold_lock(path)
-    grown = False
-    if path.is_file() and has_output(path):
-        before = read_run(path)
-        changed, grown = changes_since(before, flags, hashes, cost_flags)
-        if changed:
-            raise SystemExit(f"{path}: found the output of another run, which differs in"
-                             f" {', '.join(changed)}; expected the same command, to resume it;"
-                             " choose another --output or remove this one")
-    process.barrier()  # all ranks have read the record and the output before they change
-    resumed = path.is_file() and has_output(path) and not grown  # its record stays as it was
-    if process.leads and not resumed:
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
-               "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
-               "commit": code_commit()}
-        write_atomically(path, json.dumps(run, indent=1) + "\n")
-
-
-def code_commit():
-    """The commit of this code, "-dirty" where files differ from it; None outside of git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
-
-
-@functools.cache
-def hold_lock(path):
-    """Keep other runs from writing to the same output for as long as this process lives.
-
-    A kill releases the lock. It is held by the process that writes, so a new run also notices
-    workers that outlived a killed torchrun.
-    """
-    lock = open(path.with_name(f".{path.name}.lock"), "a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise SystemExit(f"{path}: found another run that writes to this output"
-                         f" ({lock.read().strip()}), expected it to be free; wait for that run or"
-                         " stop it") from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()}")
-    lock.flush()
-    return lock  # open, and so held, until the process ends
-
-
-def file_hash(path):
-    if not Path(path).is_file():
-        raise SystemExit(f"{path}: no such file; expected an input of this command: a JSONL file,"
-                         " or instructions as plain text")
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def changes_since(before, flags, hashes, cost_flags):
-    """(flags and inputs that differ from an earlier run's record, whether a count grew)."""
-    changed, grown = [], False
-    for name in sorted((flags.keys() | before["flags"].keys()) - set(cost_flags)):
-        old, new = before["flags"].get(name), flags.get(name)
-        if name in COUNTS and old is not None and (new is None or new > old):
-            grown = True
-        elif new != old:
-            changed.append(name)
-    changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
-    return changed, grown
-
-
-def has_output(record):
-    """Whether a run has made anything that a corrected command could not replace.
-
-    Beside run.json any file counts; of a file of episodes NAME, which NAME.run.json belongs to, an
-    episode without error.
-    """
-    if record.name == "run.json":
-        own = ("run.json", ".run.json")
-        return any(not path.name.startswith(own) for path in record.parent.iterdir())
-    episodes = record.with_name(record.name.removesuffix(".run.json"))
-    rows = ResumableJsonl.whole_rows(episodes)
-    return any(not row.get("error") for row in rows)
-
-
 def claim_rollout(path, flags, process):
     """claim_output for episodes; how many are played at once, and their later use, may differ."""
     tasks = flags["tasks"] if Path(flags["tasks"]).is_file() else None
@@ -582,63 +355,8 @@ def claim_rollout(path, flags, process):
                                                 "metrics", "draws", "leak_threshold"))
 
 
-def records(*checkpoints):
-    """The records of the checkpoints that these scripts trained: a retrained one is a new input."""
-    paths = [Path(checkpoint, "run.json") for checkpoint in checkpoints if checkpoint]
-    return [str(path) for path in paths if path.is_file()]
-
-
-def read_run(path):
-    """The record that claim_output wrote."""
-    try:
-        run = json.loads(Path(path).read_text())
-        if isinstance(run["flags"], dict) and isinstance(run["inputs"], dict):
-            return run
-    except (ValueError, KeyError, TypeError):
-        pass  # the sentence below covers every such file
-    raise SystemExit(f"{path}: found a file that is no record of a run, expected what these scripts"
-                     " write; choose another directory, or remove the file")
-
-
 # -----------------------------------------------------------------------------
 # Command line
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it stands; after each flag its default, unless the help already tells it."""
-
-    def _get_help_string(self, action):
-        plain = action.default in (None, []) or isinstance(action.default, bool)
-        if plain or "default" in action.help:
-            return action.help
-        return super()._get_help_string(action)
-
-
-class FlagParser(argparse.ArgumentParser):
-    """Names the flag that a mistyped one is closest to."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
-        for word in sys.argv[1:] if args is None else args:
-            flag = word.partition("=")[0]
-            if not flag.startswith("--") or any(name.startswith(flag) for name in known):
-                continue
-            closest = difflib.get_close_matches(flag, known, 1)
-            meant = f"; did you mean {closest[0]}?" if closest else ""
-            raise SystemExit(f"found {flag}, expected a flag of {self.prog} (see --help){meant}")
-        return super().parse_known_args(args, namespace)
-
-
-def flag_parser(description):
-    return FlagParser(description=description, formatter_class=HelpFormatter)
-
-
-def add_dtype_flag(group):
-    action = group.add_argument(
-        "--dtype", choices=("bfloat16", "float32"),
-        help="what models compute in (default: bfloat16 on GPUs, float32 on CPUs); checkpoints are"
-        " float32")
-    return action.dest
 
 
 def add_rollout_flags(parser):
@@ -697,23 +415,6 @@ def check_rollout_flags(args):
     require_at_least(1, args, "num_tasks", "max_new_tokens", "human_max_new_tokens", "max_turns",
                      "reply_chars", "batch_size")
     require_at_least(0, args, "temperature", "human_temperature", "seed")
-
-
-def require_at_least(least, args, *names):
-    """Refuse a flag that is below `least`, infinite or no number; None was not given."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not least <= value < float("inf"):
-            raise SystemExit(f"found --{name} {value}, expected a number of at least {least}")
-
-
-def refuse_ignored(parser, args, names, reason):
-    """Refuse flags that would do nothing here; a flag at its default asks for nothing."""
-    for name in names:
-        value = getattr(args, name)
-        if value != parser.get_default(name):
-            raise SystemExit(f"found --{name} {value}, which is ignored {reason}; expected it to be"
-                             " omitted")
 
 
 def rollout_tasks(args, process):

@@ -43,9 +43,8 @@ import numpy
 
 from colbench import lacks_answer, read_episodes, write_atomically
 from collect import (
-    add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, flag_parser,
-    given_up, join_processes, launch, refuse_ignored, reply_of, require_at_least,
-    rollout_settings, rollout_tasks)
+    add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, given_up,
+    reply_of, rollout_settings, rollout_tasks)
 from judge.sandbox import SOLUTION_FAILED
 from report.page import (
     PAGE_BYTES, Summary, annotate, as_json, filled_page, overview, packed_episodes, read_training,
@@ -55,6 +54,8 @@ from report.statistics import (
 from report.tables import HEADINGS, all_tables, lines_of, main_metric, verdict
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
+from stages.flags import flag_parser, refuse_ignored, require_at_least
+from stages.processes import join_processes, launch
 from train_critic import Critic
 
 # -----------------------------------------------------------------------------

@@ -46,14 +46,14 @@ from colbench import (
     ANSWER_MARKER, agent_messages, agent_prompt_of, critic_messages, derive_seed, encode_dialogue,
     end_of_turn, first_request, group_by_task, load_episodes, read_jsonl, states_of,
     write_atomically)
-from collect import (
-    add_dtype_flag, claim_output, flag_parser, join_processes, launch, read_run, records,
-    refuse_ignored, require_at_least)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, default_device, load_model, load_tokenizer
 from speakers.lora import LINEAR_LAYERS, MATRICES, load_matrices, matrices_off
 from speakers.names import check_checkpoint
 from speakers.vision import Sight, sees_pictures, vision_value_class
+from stages.flags import add_dtype_flag, flag_parser, refuse_ignored, require_at_least
+from stages.processes import join_processes, launch
+from stages.record import claim_output, read_run, records
 from toy.world import credit_auc, has_toy_credit
 from training.checkpoints import (
     REFERENCE, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)

@@ -34,12 +34,13 @@ from tqdm import tqdm
 
 from colbench import (
     ResumableJsonl, derive_seed, expect, group_by_task, load_episodes, read_jsonl, states_of)
-from collect import (
-    claim_output, flag_parser, interleave, join_processes, launch, records, refuse_ignored,
-    reply_of, require_at_least)
+from collect import interleave, reply_of
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
+from stages.flags import flag_parser, refuse_ignored, require_at_least
+from stages.processes import join_processes, launch
+from stages.record import claim_output, records
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
     COST_FLAGS, Critic, Item, KeptReference, Reader, TrainingLoop, accuracy, add_training_flags,

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy
 
 from colbench import DOMAINS, MAX_TURNS, ResumableJsonl, counted, lacks_answer
-from collect import read_run
 from judge.browser import Browser
 from judge.pages import extract_html, graded_page, open_picture
 from judge.sandbox import SOLUTION_FAILED
 from report.statistics import wilson
 from report.tables import heading, main_metric
+from stages.record import read_run
 from toy.world import has_toy_credit, toy_credit
 from train_policy import PairSettings, pairs_of_state, read_candidates
 

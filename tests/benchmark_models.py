@@ -17,7 +17,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import train_critic
 from colbench import Referee, critic_messages, derive_seed, encode_prompt
-from collect import Parties, Rules, interleave, join_processes, play
+from collect import Parties, Rules, interleave, play
+from stages.processes import join_processes
 from judge.sandbox import Grade
 from speakers.interface import SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, pick_tokens

@@ -24,7 +24,7 @@ import benchmark_models as parts
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from collect import join_processes
+from stages.processes import join_processes
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker
 from train_critic import (

@@ -15,7 +15,7 @@ from transformers import AutoModelForTokenClassification
 import train_critic
 import train_policy
 from colbench import critic_messages, encode_dialogue, states_of
-from collect import Process, join_processes
+from stages.processes import Process, join_processes
 from speakers.local import load_model
 from train_critic import (
     Critic, CriticSettings, Item, Reader, Row, TrainingLoop, accuracy, advantage,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, metrics, run_script, weights, write_episodes
 
-from collect import changes_since
+from stages.record import changes_since
 
 
 def rollout(path, *more, **options):
@@ -96,8 +96,8 @@ def test_an_output_without_a_sound_episode_is_taken_over_by_a_corrected_command(
 def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_not(tmp_path):
     path = tmp_path / "e.jsonl"
     record = path.with_name("e.jsonl.run.json")
-    code = ("import sys, time, pathlib, collect\n"
-            f"collect.hold_lock(pathlib.Path({str(record)!r}))\n"
+    code = ("import time, pathlib\nfrom stages.record import hold_lock\n"
+            f"hold_lock(pathlib.Path({str(record)!r}))\n"
             "print('held', flush=True)\ntime.sleep(60)")
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
                               text=True)

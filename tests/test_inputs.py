@@ -40,11 +40,13 @@ from colbench import (
     states_of,
 )
 from speakers.local import load_model, load_tokenizer
+from stages.processes import Process
+from stages.record import claim_output, records
 from train_critic import Reader
 from training import checkpoints
 
 TOKENIZER = byte_tokenizer()
-PROCESS = collect.Process(0, 1, "cpu")
+PROCESS = Process(0, 1, "cpu")
 
 # -----------------------------------------------------------------------------
 # Mutations
@@ -530,15 +532,14 @@ def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path)
     shutil.copytree(tiny(), tmp_path / "model")
     inputs, flags = critic_flags(tmp_path)
     with pytest.raises(SystemExit, match=f"{tmp_path / 'model'}: found .*another --output"):
-        collect.claim_output(tmp_path / "model/run.json", flags, inputs, PROCESS, ())
+        claim_output(tmp_path / "model/run.json", flags, inputs, PROCESS, ())
     assert not (tmp_path / "model/run.json").exists()
 
 
 def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
     def claim(*more):
         inputs, flags = critic_flags(tmp_path, *more)
-        collect.claim_output(tmp_path / "o/run.json", flags, inputs, PROCESS,
-                             train_critic.COST_FLAGS)
+        claim_output(tmp_path / "o/run.json", flags, inputs, PROCESS, train_critic.COST_FLAGS)
 
     claim("--batch_size", "4")
     claim()  # the first command has made nothing yet, so it claims nothing
@@ -559,8 +560,8 @@ def test_a_retrained_critic_is_another_input(tmp_path):
     def claim(seed_of_critic):
         record = {"flags": {"seed": seed_of_critic}, "inputs": {}}
         (critic / "run.json").write_text(json.dumps(record))
-        inputs = collect.records(args.model, args.critic)
-        collect.claim_output(tmp_path / "policy/run.json", vars(args), inputs, PROCESS, ())
+        inputs = records(args.model, args.critic)
+        claim_output(tmp_path / "policy/run.json", vars(args), inputs, PROCESS, ())
 
     claim(0)
     with pytest.raises(SystemExit, match="differs in .*critic/run.json"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
 
-from collect import Process, join_processes
+from stages.processes import Process, join_processes
 from train_critic import (
     Item, KeptReference, Row, loop_settings, parse_args, plan_batches, precompute_reference)
 from training.checkpoints import save_state, wait_for_files
@@ -229,10 +229,11 @@ def test_a_resumed_run_reads_its_references_and_other_items_are_scored_anew(tmp_
 HANGING = f"""
 import os, sys, time
 sys.path[0] = {str(ROOT)!r}
-import collect, train_policy
+import train_policy
+from stages import processes
 from train_critic import TrainingLoop
 
-collect.STEP_MINUTES = 0.05
+processes.STEP_MINUTES = 0.05
 optimise = TrainingLoop.optimise
 
 def hanging(*arguments):
@@ -282,7 +283,7 @@ def test_ranks_that_hold_other_items_stop_and_are_named(tmp_path, process):
     script = tmp_path / "ranks.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from collect import join_processes\n"
+        "from stages.processes import join_processes\n"
         "from train_critic import Item, Row, check_same_items\n"
         "process = join_processes(training=True)\n"
         "items = [Item([Row([1, 2, process.rank], [-1, 0, 0], 1)], [])]\n"

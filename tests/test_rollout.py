@@ -18,7 +18,8 @@ import evaluate
 import speakers
 import train_policy
 from colbench import Referee, RefereeSettings, ResumableJsonl, read_tasks
-from collect import Parties, Process, Rules, interleave, play
+from collect import Parties, Rules, interleave, play
+from stages.processes import Process
 from judge.sandbox import ANSWER_MARKER, Grade
 from speakers.interface import SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker

@@ -30,6 +30,7 @@ from colbench import derive_seed, read_tasks
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
+from stages.processes import Process
 from toy.world import SCRIPTED
 
 TIMEOUT = 0.6  # of the client, in seconds
@@ -289,7 +290,7 @@ def test_a_state_that_a_server_refuses_gets_no_candidates_and_the_rest_is_kept(t
     with running(echo) as server:
         server.RequestHandlerClass = Short
         sampling = train_policy.Sampling(server.url, SpeakerSettings(), num_candidates=2, seed=0)
-        process = collect.Process(0, 1, "cpu")
+        process = Process(0, 1, "cpu")
         rows = train_policy.sample_candidates(states, sampling, tmp_path, process)
     assert [(row["turn"], row["candidates"]) for row in rows] == [(0, ["a text", "a text"])]
     assert capsys.readouterr().out.count("too long") == 2
@@ -441,6 +442,7 @@ def test_a_run_that_fails_does_not_wait_for_requests_under_way(tmp_path):
         import sys
         from speakers.interface import Request, SpeakerSettings
         from speakers.server import ServerSpeaker
+from stages.processes import Process
         speaker = ServerSpeaker(sys.argv[1], SpeakerSettings())
         speaker.submit(Request([{"role": "user", "content": "question 0"}]))
         raise SystemExit("no space left")"""

@@ -15,7 +15,7 @@ from commands import check_command, record
 from conftest import ROOT
 
 # A room may import from those before it and from itself; judge/ is where it begins
-ROOMS = ["judge", "colbench", "toy", "speakers", "collect", "training", "train_critic",
+ROOMS = ["judge", "colbench", "toy", "speakers", "stages", "collect", "training", "train_critic",
          "train_policy", "report", "evaluate"]
 STAGES = ["colbench", "collect", "train_critic", "train_policy", "evaluate"]
 LATE = {("colbench", "toy.world")}  # for `toy:` task names alone; only inside a function
@@ -25,7 +25,7 @@ SELF_CONTAINED = ["judge.sandbox", "judge.browser"]  # the standard library alon
 def our_modules():
     """Dotted name -> path of every module that the scripts are made of."""
     paths = list(ROOT.glob("*.py"))
-    for folder in ("judge", "toy", "speakers", "training", "report"):
+    for folder in ("judge", "toy", "speakers", "stages", "training", "report"):
         paths += (ROOT / folder).glob("*.py")
     modules = {}
     for path in sorted(paths):
@@ -133,7 +133,8 @@ def test_each_equation_is_tagged_where_the_readme_says(number, module, function)
 
 
 def python_files():
-    folders = [ROOT, *(ROOT / name for name in ("judge", "toy", "speakers", "runs", "tests"))]
+    names = ("judge", "toy", "speakers", "stages", "training", "report", "runs", "tests")
+    folders = [ROOT, *(ROOT / name for name in names)]
     return sorted(path for folder in folders for path in folder.glob("*.py"))
 
 
@@ -170,7 +171,7 @@ def test_recipes_are_valid_shell(name):
 @pytest.mark.parametrize("domain", ["backend", "frontend"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_command_of_a_recipe_parses(name, domain, tmp_path):
-    arguments = ["1"] if name == "toy_seeds.sh" else []  # one seed
+    arguments = ["1"] if name in ("toy_seeds.sh", "toy_grid.sh") else []  # one seed
     commands = run_recipe(name, tmp_path, arguments, DOMAIN=domain)
     assert commands
     for words in commands:

@@ -13,8 +13,9 @@ import colbench
 import collect
 import train_critic
 from judge import sandbox
+from stages.processes import Process
 
-ALONE = collect.Process(0, 1, None)
+ALONE = Process(0, 1, None)
 
 TASKS = [
     {"problem_description": "double n", "ground_truth": "def f(n): return 2 * n",
@@ -304,7 +305,7 @@ def test_training_ends_with_where_the_checkpoint_lies_and_whether_it_moved(
     log.print_end(tmp_path)
     said = capsys.readouterr().out
     assert said.startswith(f"{tmp_path}: the checkpoint, ") and ending in said
-    train_critic.MetricsLog(tmp_path / "none", 0, collect.Process(1, 2, None)).print_end(tmp_path)
+    train_critic.MetricsLog(tmp_path / "none", 0, Process(1, 2, None)).print_end(tmp_path)
     assert capsys.readouterr().out == ""
 
 

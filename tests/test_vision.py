@@ -26,7 +26,7 @@ from colbench import (
     read_tasks,
     states_of,
 )
-from collect import Process
+from stages.processes import Process
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
 from speakers.local import load_model, pick_tokens, uniform_numbers

@@ -1,0 +1,112 @@
+"""The processes of a script: those that torchrun started, their groups, and how they stop."""
+
+import datetime
+import os
+import signal
+import sys
+import typing
+
+
+class Process(typing.NamedTuple):
+    rank: int
+    world: int
+    device: str | None
+    group: typing.Any = None  # of the collectives within a training step, see `join_processes`
+
+    @property
+    def leads(self):
+        return self.rank == 0
+
+    @property
+    def bar(self):
+        """Options of tqdm: the leader's bar alone, which a log file gets once a minute."""
+        interval = 0.1 if sys.stderr.isatty() else 60
+        return {"disable": not self.leads, "mininterval": interval}
+
+    def barrier(self):
+        if self.world > 1:
+            import torch.distributed
+
+            torch.distributed.barrier()
+
+    def from_leader(self, value):
+        """The value that the leader has, on every rank."""
+        if self.world == 1:
+            return value
+        import torch.distributed
+
+        values = [value]
+        torch.distributed.broadcast_object_list(values)
+        return values[0]
+
+
+# Within a training step no rank waits for long, so one that is silent for so many minutes hangs.
+# With nccl, torch's watchdog then ends the process and says which collective timed out.
+STEP_MINUTES = 30
+
+
+def join_processes(training=False):
+    """This process among those that torchrun started.
+
+    `training` adds the group of training steps, which a process alone has, too.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1 and not training:
+        return Process(rank, world, None)
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    if not torch.distributed.is_initialized():
+        # between steps, ranks may finish hours apart; torchrun notices one that dies
+        options = {"timeout": datetime.timedelta(days=7)}
+        if "RANK" not in os.environ:
+            options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group("gloo", **options)
+    group = None
+    if training:
+        group = torch.distributed.new_group(
+            timeout=datetime.timedelta(minutes=STEP_MINUTES), backend="nccl" if cuda else "gloo")
+    return Process(rank, world, device, group)
+
+
+def launch(main, args):
+    """Run a script's `main`; what stops it from outside becomes a sentence on how to resume."""
+
+    def stop(signal_number, frame):
+        raise KeyboardInterrupt
+
+    for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
+        signal.signal(signal_number, stop)
+    advice = "What was finished is on disk; rerun the same command to resume."
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
+        os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
+    except OSError as error:
+        raise SystemExit(f"The disk or a file failed: {error}. {advice}") from None
+    except RuntimeError as error:
+        message = str(error)
+        if "Connection closed by peer" in message or "Connection reset by peer" in message:
+            raise SystemExit("Another process of this run has ended; its message says why."
+                             f" {advice}") from None
+        if "imed out waiting" in message:
+            raise SystemExit("Another process of this run has been silent for longer than a"
+                             f" training step may wait ({STEP_MINUTES} minutes); look at its"
+                             f" machine. {advice}") from None
+        if "out of memory" not in message:
+            raise
+        raise SystemExit(
+            f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py, evaluate.py)"
+            " or --sampling_batch_size or --micro_batch_size (training), which the same --output"
+            " allows, or lower --max_length, or use more GPUs.") from None
+    if "torch" in sys.modules:
+        import torch.distributed
+
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()

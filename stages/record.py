@@ -1,0 +1,136 @@
+"""run.json, the record of a run: the same command resumes its output, another one is refused."""
+
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from colbench import ResumableJsonl, write_atomically
+
+COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
+
+
+def claim_output(path, flags, inputs, process, cost_flags):
+    """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
+
+    Only `cost_flags` may differ, since they do not change what is made, and COUNTS may grow. A
+    command that has produced no output yet may be replaced by another.
+    """
+    path = Path(path)
+    flags = {name: value for name, value in flags.items() if name != "output"}
+    hashes = {str(name): file_hash(name) for name in inputs if name}
+    if path.name == "run.json" and path.with_name("config.json").exists() and not path.exists():
+        raise SystemExit(f"{path.parent}: found a checkpoint that none of these scripts wrote,"
+                         " expected a new directory; choose another --output")
+    if process.leads:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hold_lock(path)
+    grown = False
+    if path.is_file() and has_output(path):
+        before = read_run(path)
+        changed, grown = changes_since(before, flags, hashes, cost_flags)
+        if changed:
+            raise SystemExit(f"{path}: found the output of another run, which differs in"
+                             f" {', '.join(changed)}; expected the same command, to resume it;"
+                             " choose another --output or remove this one")
+    process.barrier()  # all ranks have read the record and the output before they change
+    resumed = path.is_file() and has_output(path) and not grown  # its record stays as it was
+    if process.leads and not resumed:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
+               "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
+               "commit": code_commit()}
+        write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+def code_commit():
+    """The commit of this code, "-dirty" where files differ from it; None outside of git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+@functools.cache
+def hold_lock(path):
+    """Keep other runs from writing to the same output for as long as this process lives.
+
+    A kill releases the lock. It is held by the process that writes, so a new run also notices
+    workers that outlived a killed torchrun.
+    """
+    lock = open(path.with_name(f".{path.name}.lock"), "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise SystemExit(f"{path}: found another run that writes to this output"
+                         f" ({lock.read().strip()}), expected it to be free; wait for that run or"
+                         " stop it") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+    return lock  # open, and so held, until the process ends
+
+
+def file_hash(path):
+    if not Path(path).is_file():
+        raise SystemExit(f"{path}: no such file; expected an input of this command: a JSONL file,"
+                         " or instructions as plain text")
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def changes_since(before, flags, hashes, cost_flags):
+    """(flags and inputs that differ from an earlier run's record, whether a count grew)."""
+    changed, grown = [], False
+    for name in sorted((flags.keys() | before["flags"].keys()) - set(cost_flags)):
+        old, new = before["flags"].get(name), flags.get(name)
+        if name in COUNTS and old is not None and (new is None or new > old):
+            grown = True
+        elif new != old:
+            changed.append(name)
+    changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
+    return changed, grown
+
+
+def has_output(record):
+    """Whether a run has made anything that a corrected command could not replace.
+
+    Beside run.json any file counts; of a file of episodes NAME, which NAME.run.json belongs to, an
+    episode without error.
+    """
+    if record.name == "run.json":
+        own = ("run.json", ".run.json")
+        return any(not path.name.startswith(own) for path in record.parent.iterdir())
+    episodes = record.with_name(record.name.removesuffix(".run.json"))
+    rows = ResumableJsonl.whole_rows(episodes)
+    return any(not row.get("error") for row in rows)
+
+
+def records(*checkpoints):
+    """The records of the checkpoints that these scripts trained: a retrained one is a new input."""
+    paths = [Path(checkpoint, "run.json") for checkpoint in checkpoints if checkpoint]
+    return [str(path) for path in paths if path.is_file()]
+
+
+def read_run(path):
+    """The record that claim_output wrote."""
+    try:
+        run = json.loads(Path(path).read_text())
+        if isinstance(run["flags"], dict) and isinstance(run["inputs"], dict):
+            return run
+    except (ValueError, KeyError, TypeError):
+        pass  # the sentence below covers every such file
+    raise SystemExit(f"{path}: found a file that is no record of a run, expected what these scripts"
+                     " write; choose another directory, or remove the file")
