@@ -118,6 +118,9 @@ def known(table, name, kind):
 # Pairs of episodes
 
 
+SUCCESS_REWARD = 0.9  # of a page, which no test passes or fails; the paper names no number
+
+
 def split_tasks(groups, holdout, seed):
     """(task ids to train on, held out): whole tasks, by a seeded shuffle of their ids."""
     task_ids = sorted(groups)
@@ -133,7 +136,7 @@ def succeeded(episode, success_reward):
     return episode["success"]
 
 
-def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=0.9):
+def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=SUCCESS_REWARD):
     """(chosen, rejected) episodes of one task; chosen ones have a reward at least `margin` greater.
 
     best_vs_rest (official code): the best episode, the first of equals, against every worse one; a
@@ -291,6 +294,7 @@ def main(args):
 
     # 1. pairs of episodes, by outcome
     episodes, failed = load_episodes(args.episodes, args.agent_prompt)
+    refuse_page_flags(args, episodes)
     groups = group_by_task(episodes)
     train_tasks, held_out_tasks = split_tasks(groups, args.holdout, args.seed)
 
@@ -987,7 +991,7 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add = parser.add_argument_group("pairs of episodes").add_argument
     add("--pairs", choices=("best_vs_rest", "success_vs_failure", "all"), default="best_vs_rest",
         help="which episodes of a task are paired")
-    add("--success_reward", type=float, default=0.9,
+    add("--success_reward", type=float, default=SUCCESS_REWARD,
         help="least reward of a page that counts as a success")
     add("--margin", type=float, default=0.0,
         help="least difference of reward in a pair (frontend: 0.1)")
@@ -1039,6 +1043,14 @@ def check_training_flags(parser, args):
                              " and below 1")
     if not 0 <= args.seed < 2**63:
         raise SystemExit(f"found --seed {args.seed}, expected a number from 0 up, below 2^63")
+
+
+def refuse_page_flags(args, episodes):
+    """Tests decide on the success of a function, so a reward that counts as one does nothing."""
+    has_pages = any(episode["success"] is None for episode in episodes)
+    if args.success_reward != SUCCESS_REWARD and not has_pages:
+        raise SystemExit(f"found --success_reward {args.success_reward}, which is ignored for"
+                         " episodes without pages; expected it to be omitted")
 
 
 def parse_args(argv=None):

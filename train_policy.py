@@ -46,7 +46,7 @@ from train_critic import (
     COST_FLAGS, Critic, Item, KeptReference, Reader, TrainingLoop, accuracy, add_training_flags,
     candidate_rows, check_training_flags, critic_flags, dialogue_row, group_pairs, known,
     length_advice, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
-    precompute_reference, reference_table, succeeded, turn_sums)
+    precompute_reference, reference_table, refuse_page_flags, succeeded, turn_sums)
 from training.checkpoints import REFERENCE, is_complete, save_checkpoint
 from training.ranks import check_same_items, load_trainable, shard, shard_settings
 
@@ -197,6 +197,7 @@ def main(args):
     process = join_processes(training=True)
     output = Path(args.output)
     episodes, failed = load_episodes(args.episodes, args.agent_prompt)
+    refuse_page_flags(args, episodes)
     tokenizer = open_tokenizer(args, episodes)
     reader = Reader(tokenizer, "none", args.max_length)  # the policy never sees the solution
     if args.critic:

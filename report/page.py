@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy
+from tqdm import tqdm
 
 from colbench import DOMAINS, MAX_TURNS, ResumableJsonl, counted, lacks_answer
 from judge.browser import Browser
@@ -503,7 +504,7 @@ def annotate(policies, critic):
     runs = [run for policy in policies.values() for run in policy]
     episodes = [episode for run in runs for episode in run if not episode["error"]]
     if critic:
-        for episode in episodes:
+        for episode in tqdm(episodes, unit="episode", desc="advantages"):
             episode["advantages"] = critic.score_dialogue(episode)
     for episode in episodes:
         if has_toy_credit(episode["task"]):

@@ -300,6 +300,20 @@ def test_a_flag_that_would_do_nothing_is_refused(script, flags):
         script.parse_args([*flags.split(), *rest, "--output", "o"])
 
 
+@pytest.mark.parametrize("script, flags", [
+    (train_critic, "--pairs success_vs_failure"),
+    (train_policy, "--method rft"),
+])
+def test_a_reward_that_counts_as_success_is_refused_for_functions(script, flags, tmp_path):
+    path = write_episodes(tmp_path / "e.jsonl")
+    args = script.parse_args(
+        [*flags.split(), "--episodes", str(path), "--model", "toy/base", "--output",
+         str(tmp_path / "o"), "--success_reward", "0.5"])
+    with pytest.raises(SystemExit, match="--success_reward 0.5.*ignored.*without pages"):
+        script.main(args)
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize("script, flag, meant", [
     (collect, "--num_taks", "--num_tasks"),
     (collect, "--samples-per-task=3", "--samples_per_task"),
