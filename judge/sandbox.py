@@ -1084,6 +1084,9 @@ WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:
 # Allowed with one argument fixed: name:x86_64:aarch64:argument:value. Sockets of a pair are local
 # (AF_UNIX), messages have no address, limits are those of the process itself.
 CONDITIONS = "socketpair:53:199:0:1 sendto:44:206:4:0 prlimit64:302:261:0:0"
+# Refused with one argument of this value, in the same form: F_SETOWN, F_SETOWN_EX, FIOSETOWN and
+# SIOCSPGRP name another process that a file is to send its signals to.
+SIGNAL_OWNERS = "fcntl:72:25:1:8 fcntl:72:25:1:15 ioctl:16:29:1:35073 ioctl:16:29:1:35074"
 # Allowed in the worker, and in a child under a condition: new threads, signals to itself
 CLONE = "clone:56:220"
 KILLS = "kill:62:129 tgkill:234:131"
@@ -1127,6 +1130,10 @@ def child_filter(process: int) -> bytes:
     ]
     for number in call_numbers(KILLS):
         program.append(fixed_argument(number, 0, process))
+    for entry in SIGNAL_OWNERS.split():
+        number = call_numbers(entry)[0]
+        argument, value = entry.split(":")[3:]
+        program.append(refused_argument(number, int(argument), int(value)))
     program.append(answer_calls(WORKER_CALLS, REFUSE))
     program.append(instruction(RETURN, ALLOW))
     return b"".join(program)
@@ -1162,6 +1169,18 @@ def fixed_argument(number: int, argument: int, value: int, test: int = EQUAL) ->
         instruction(EQUAL, 0, 0, 1),
         instruction(RETURN, ALLOW),
         instruction(RETURN, REFUSE),
+    ]
+    return b"".join(program)
+
+
+def refused_argument(number: int, argument: int, value: int) -> bytes:
+    """Refuse the call if an argument, of which the kernel reads the low half, has this value."""
+    program = [
+        instruction(EQUAL, number, 0, 4),
+        instruction(LOAD, ARGUMENTS + 8 * argument),
+        instruction(EQUAL, value, 0, 1),
+        instruction(RETURN, REFUSE),
+        instruction(LOAD, CALL_NUMBER),
     ]
     return b"".join(program)
 

@@ -364,6 +364,11 @@ HOSTILE = {
     "runs programs": "subprocess.run(['id'])",
     "signals": "os.kill(os.getppid(), 0)",
     "signals all": "os.kill(-1, 0)",
+    "signals by a file": "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "signals by a file and a structure": "fcntl.fcntl(0, 15, struct.pack('ii', 1, os.getppid()))",
+    "signals by a socket": "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', 1))",
+    "signals by a socket's group": "fcntl.ioctl(socket.socketpair()[0], 0x8902, bytes(4))",
+    "signals by a high half": "1 / (1 + ctypes.CDLL(None).syscall(72, 0, (1 << 32) + 8, 1))",
     "opens sockets": "socket.socket()",
     "limits others": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))",
     "eats memory": "bytearray(3 << 30)",
@@ -378,7 +383,7 @@ HOSTILE = {
 @pytest.mark.parametrize("action", HOSTILE.values(), ids=HOSTILE.keys())
 def test_the_machine_is_closed_to_an_answer_that(judge, action):
     assert all(judge.status[name] for name in REQUIRED)
-    imports = "import ctypes, os, resource, socket, subprocess"
+    imports = "import ctypes, fcntl, os, resource, socket, struct, subprocess"
     grade = judge.grade(DOUBLE, f"{imports}\ndef f(n):\n    {action}\n    return n * 2")
     assert grade.reward == 0
     assert all(reason.startswith("raised") for reason in grade.reasons.values())
