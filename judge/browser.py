@@ -63,6 +63,8 @@ CHROMIUM_FLAGS = [
     "--proxy-bypass-list=<-loopback>",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 ]
+# A frame with `sandbox` has a process of its own, which the command for its page does not reach.
+NO_SCRIPT = "--blink-settings=scriptEnabled=false"
 # The shell gives Chromium our pipes as descriptors 3 and 4. It removes the profile in the end, even
 # if our process was killed, as Chromium quits when its pipe closes.
 CHROMIUM_SHELL = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$HOME"'
@@ -285,7 +287,7 @@ class Browser:
 
     def _start(self):
         self.close()
-        self.devtools = DevTools(CHROMIUM_FLAGS, self._handle_event)
+        self.devtools = DevTools([*CHROMIUM_FLAGS, NO_SCRIPT], self._handle_event)
         self.devtools.set_deadline(START_SECONDS)
         self.context = None
         self.pages_left = self.pages_per_start

@@ -268,6 +268,14 @@ def test_script_never_runs(browser):
     assert colour_at(browser.render(page), 5, 5) == WHITE
 
 
+@pytest.mark.parametrize("source", ["srcdoc='{}'", "src='data:text/html,{}'"])
+def test_script_runs_in_no_frame_that_has_a_process_of_its_own(browser, source):
+    script = "<script>document.body.style.background=`red`</script>"
+    frame = f'<iframe sandbox="allow-scripts" {source.format("<body>" + script)}></iframe>'
+    page = f'<html><body style="margin:0">{frame}</body></html>'
+    assert colour_at(browser.render(page), 50, 50) == WHITE
+
+
 class Listener:
     """A loopback server that remembers whether anything ever connected."""
 
