@@ -83,6 +83,7 @@ def launch(main, args):
     advice = "What was finished is on disk; rerun the same command to resume."
     try:
         main(args)
+        leave_processes()
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
@@ -104,6 +105,10 @@ def launch(main, args):
             f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py, evaluate.py)"
             " or --sampling_batch_size or --micro_batch_size (training), which the same --output"
             " allows, or lower --max_length, or use more GPUs.") from None
+
+
+def leave_processes():
+    """Wait for the other processes, which may still be at work, and leave their group."""
     if "torch" in sys.modules:
         import torch.distributed
 

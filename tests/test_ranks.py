@@ -5,6 +5,7 @@ Run: pytest tests/test_ranks.py
 
 import json
 import random
+import re
 import statistics
 import time
 
@@ -256,6 +257,32 @@ def test_a_rank_that_hangs_within_a_step_ends_the_run_with_a_sentence(tiny, tmp_
     assert time.monotonic() - began < 50
     assert done.returncode != 0
     assert "Another process of this run has been silent" in done.stderr, done.stderr[-3000:]
+
+
+LEADER_FAILS_LAST = f"""
+import sys, time
+sys.path[0] = {str(ROOT)!r}
+from stages import processes
+
+def main(args):
+    process = processes.join_processes()
+    process.barrier()
+    if process.leads:
+        time.sleep(1)  # the other rank is done by now
+        raise SystemExit("every dialogue failed")
+
+processes.launch(main, None)
+"""
+
+
+def test_a_rank_that_is_done_ends_with_a_sentence_if_the_leader_fails_after_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LEADER_FAILS_LAST)
+    done = run_script(script, processes=2, check=False)
+    assert done.returncode != 0
+    assert "every dialogue failed" in done.stderr
+    assert re.search("Another process of this run has ended|Stopped", done.stderr), done.stderr
+    assert "RuntimeError" not in done.stderr
 
 
 # -----------------------------------------------------------------------------
