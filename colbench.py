@@ -1033,6 +1033,8 @@ def harmless(text):
 
 def websight(rows_path, train_path, test_path=None):
     """WebSight rows as tasks: the first 10,000 go to train_path, those after them to test_path."""
+    for path in filter(None, (train_path, test_path)):
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path(train_path).absolute().parent) as folder:
         parts = [Path(folder, "train"), Path(folder, "test")]
         with open(parts[0], "w") as train, open(parts[1], "w") as test:

@@ -113,6 +113,13 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, m
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
 
 
+def test_websight_makes_the_folders_of_its_files(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"llm_generated_idea": "idea", "text": "page"}')
+    paths = [tmp_path / "new/train.jsonl", tmp_path / "another/test.jsonl"]
+    websight(tmp_path / "rows.jsonl", *paths)
+    assert [len(path.read_text().splitlines()) for path in paths] == [1, 0]
+
+
 def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "no idea"}')
     with pytest.raises(SystemExit, match="line 1: .*'llm_generated_idea'"):
