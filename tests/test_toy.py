@@ -141,6 +141,12 @@ def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
     assert read_tasks("toy:backend:train", 100) == read_tasks("toy:backend:train", 400)[:100]
 
 
+def test_a_world_of_few_topics_gives_all_the_tasks_that_it_has():
+    tasks = read_tasks("toy:backend:valid:1", 1000)
+    contents = {(task["problem_description"], task["ground_truth"]) for task in tasks}
+    assert len(tasks) == len(contents) == 80
+
+
 def test_every_requirement_matters_in_some_hidden_test(tasks):
     for task in tasks[:30]:
         needed = task["toy"]["needed"]

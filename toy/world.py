@@ -198,12 +198,22 @@ INPUT_WORDS = "red apple Boat seven tea Green see lamp".split()
 INPUT_NUMBERS = (10, 100, 201, 35, 1)
 
 
+# After so many draws for each topic without a new task, there is none left: the rarest ones are
+# drawn once in 1,280.
+MAX_MISSES = 20_000
+
+
 def backend_tasks(split, num_tasks, num_topics):
-    """The first tasks of a split. A task's content decides its split, so splits are disjoint."""
+    """The first tasks of a split; fewer where it has no more, some 80 a topic for valid.
+
+    A task's content decides its split, so splits are disjoint.
+    """
     draw = random.Random(f"toy:backend:{split}")
     tasks = []
     seen = set()
-    while len(tasks) < num_tasks:
+    misses = 0
+    while len(tasks) < num_tasks and misses < MAX_MISSES * num_topics:
+        misses += 1
         topic = draw.choice(TOPICS[:num_topics])
         needed = draw.sample(LIKELY[topic], draw.choice(list(NUMBER_WORDS)))
         choice = tuple(
@@ -211,10 +221,11 @@ def backend_tasks(split, num_tasks, num_topics):
         )
         if (topic, choice) in seen or backend_split(topic, choice) != split:
             continue
+        seen.add((topic, choice))
         inputs = hidden_inputs(choice, random.Random(derive_seed("inputs", topic, choice)))
         if inputs is None:
             continue
-        seen.add((topic, choice))
+        misses = 0
         tasks.append(backend_task(f"{split}-{len(tasks):05d}", topic, choice, inputs))
     return tasks
 
