@@ -382,7 +382,9 @@ def encode_row(reader, messages, finished, opening=None):
             ids = opening_ids + ids[text_length:]
             turn_index = [-1] * len(opening_ids) + turn_index[text_length:]
         if len(ids) <= reader.max_length:
-            return Row(ids, turn_index, max(turn_index) + 1, opening=opening), dropped
+            # counted, since a turn that was cut may be empty: nothing but spaces up to the limit
+            turns = sum(message["role"] == "assistant" for message in kept)
+            return Row(ids, turn_index, turns, opening=opening), dropped
     return None, dropped
 
 

@@ -276,6 +276,19 @@ def test_truncation_drops_whole_oldest_turns_and_never_part_of_a_scored_one():
     assert encode([True] * 3, 10)[0] is None
 
 
+@pytest.mark.parametrize("texts", [("t", ""), ("t", "a question", "r", "")])
+def test_a_turn_that_is_empty_because_it_was_cut_counts_as_a_turn_with_no_effect(texts):
+    tokenizer, played = byte_tokenizer(), episode("a", 0.0, texts=texts)
+    played["dialogue_history"][-1] |= {"output": "\n\n", "finished": False}
+    row, _ = dialogue_row(reader_of(tokenizer), played)
+    assert row.turns == played["turns"]
+    sums, counts = turn_sums(tiny_model(tokenizer), [row])
+    assert sums.shape == counts.shape == (1, row.turns)
+    assert sums[0, -1] == counts[0, -1] == 0
+    values, exists = turn_values(value_model(tokenizer), [row])
+    assert values[0, -1] == exists[0, -1] == 0
+
+
 def test_each_candidate_is_a_plain_row_after_the_same_prompt():
     tokenizer = byte_tokenizer()
     messages = dialogue("the task", "a question", "its reply")
