@@ -87,7 +87,8 @@ def reasons_of(grade, last_message):
 
 def lacks_answer(episode):
     """Whether the dialogue ends without an answer, so that a question was graded in its place."""
-    if episode["reasons"]:  # pages, and the official episodes, have none
+    # of a page, the reason says how it was drawn; the official episodes have none
+    if episode["reasons"] and not DOMAINS[episode["task"]["domain"]].pages:
         return "no answer" in episode["reasons"].values()
     last = episode["dialogue_history"][-1]
     text = last.get("output") or last["content"]

@@ -182,7 +182,8 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     assert ending(credits=["early answer"]) == "early answer"
     assert ending(credits=["wrong answer"]) == "wrong answer"
     assert ending(domain="frontend") == "answered"
-    assert ending("a page", domain="frontend") == "out of turns"
+    for reasons in ({}, {"page": "rendered"}):
+        assert ending("a page", domain="frontend", reasons=reasons) == "out of turns"
 
 
 def test_interval_of_nothing_is_nothing():
