@@ -241,7 +241,10 @@ def human_messages(task, history, prompt):
 
 
 def human_page_messages(task, history, agent_png, solution_png, prompt):
-    """What the human of pages sees: the request, the agent's last words, both screenshots."""
+    """What the human of pages sees: the request, the agent's last words, both screenshots.
+
+    A screenshot is None where there is no page, or where it could not be drawn.
+    """
     words = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
     words = official_addresses(words)
     page = extract_html(words)
@@ -252,7 +255,10 @@ def human_page_messages(task, history, agent_png, solution_png, prompt):
         parts.append({"type": "text", "text": "The designer shows no page."})
     else:
         parts += [{"type": "text", "text": "The designer's page:"}, image_part(agent_png)]
-    parts += [{"type": "text", "text": "The page you want:"}, image_part(solution_png)]
+    if solution_png is None:
+        parts.append({"type": "text", "text": "The page you want cannot be drawn."})
+    else:
+        parts += [{"type": "text", "text": "The page you want:"}, image_part(solution_png)]
     return [{"role": "user", "content": parts}]
 
 
@@ -370,6 +376,8 @@ class FrontendReferee(Referee):
         return human_page_messages(task, history, page, solution, prompt)
 
     def _picture(self, page):
+        if not page:
+            return None
         try:
             return self.draw(page)
         except PageError:

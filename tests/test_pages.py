@@ -13,6 +13,7 @@ import pytest
 
 from colbench import (
     DOMAINS,
+    FrontendReferee,
     RefereeSettings,
     human_page_messages,
     main,
@@ -20,7 +21,7 @@ from colbench import (
     read_tasks,
     websight,
 )
-from judge.browser import Browser, find_chromium, placeholder_picture
+from judge.browser import MAX_PAGE_CHARACTERS, Browser, find_chromium, placeholder_picture
 from judge.pages import (
     ClipReward,
     embedded_similarity,
@@ -281,3 +282,14 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
 
     (no_page,) = human_page_messages(task, history[:1], None, png, prompt)
     assert len(parts_of(no_page, "image_url")) == 1
+
+
+def test_human_is_told_which_page_there_is_no_picture_of(browser):
+    history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": "no page"}]
+    too_long = f"<html>{' ' * MAX_PAGE_CHARACTERS}</html>"
+    task = {"problem_description": "a page", "domain": "frontend", "ground_truth": too_long}
+    with FrontendReferee([task], RefereeSettings(clip="none")) as referee:
+        (message,) = referee.human_view(task, history, "{message}").result()
+    texts = [part["text"] for part in parts_of(message, "text")]
+    assert texts[1:] == ["The designer shows no page.", "The page you want cannot be drawn."]
+    assert not parts_of(message, "image_url")
