@@ -60,7 +60,7 @@ def verdict(results):
         points = in_words(leads[0]["difference"], "points")
         if leads[0]["tasks"] < results["tasks"]:
             points += f" on the {counted(leads[0]['tasks'], 'task')} that both finished"
-        if leads[0]["settled"]:
+        if is_ahead(leads[0]):
             sentences = [f"{first} wins: {first} {achieved[first]} {of_what}, {points} more than"
                          f" {second}, the next best."]
         else:
@@ -71,12 +71,20 @@ def verdict(results):
         sentences = [f"{name} {words} {of_what}." for name, words in achieved.items()]
     others = []
     for pair in leads[1:]:
-        doubt = "" if pair["settled"] else f", which is not settled ({p_value(pair)})"
+        doubt = "" if is_ahead(pair) else f", which is not settled ({p_value(pair)})"
         others.append(f"{pair['against']} by {in_words(pair['difference'], 'points')}{doubt}")
     if others:
         sentences.append(f"{first} leads {'; '.join(others)}.")
     return [*sentences, *tasks_nobody_solves(results), *stopped_dialogues(results),
             *silent_policies(results)]
+
+
+def is_ahead(pair):
+    """Whether the first policy is settled to be the better one on the tasks that both finished.
+
+    The best mean can be that of a policy which an error kept from the harder tasks.
+    """
+    return pair["settled"] and pair["difference"]["value"] > 0
 
 
 def p_value(pair):

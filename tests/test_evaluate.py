@@ -153,6 +153,18 @@ def test_best_policy_is_compared_with_each_other_the_next_best_first(tmp_path, c
     assert second.startswith("best leads low by 90.0 points [") and "not settled" not in second
 
 
+def test_a_policy_that_is_behind_on_the_tasks_that_both_finished_never_wins(tmp_path, capsys):
+    errors = [episode(task, reward=None, success=None, error="gone") for task in range(50, 150)]
+    lucky = [episode(task, reward=float(task < 30)) for task in range(50)] + errors
+    other = [episode(task, reward=float(task < 50)) for task in range(150)]
+    (lead,) = evaluated(tmp_path, lucky=lucky, other=other)["leads"]
+    assert (lead["policy"], lead["tasks"], lead["settled"]) == ("lucky", 50, True)
+    assert lead["difference"]["value"] == pytest.approx(-0.4)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("The winner is not settled: lucky solves 60.0 % [")
+    assert "the difference is -40.0 points [" in first and "on the 50 tasks" in first
+
+
 def test_terminal_has_a_named_line_for_each_policy_and_no_zero_columns(tmp_path, capsys):
     evaluated(tmp_path, a=[episode(0)], b=[episode(0, reward=0.0)])
     lines = capsys.readouterr().out.splitlines()
