@@ -1039,6 +1039,8 @@ def check_training_flags(parser, args):
                      "checkpointing_every", "save_minutes", "lora_rank")
     if not args.lora_rank:
         refuse_ignored(parser, args, ("lora_alpha", "lora_targets"), "without --lora_rank")
+    elif args.lora_alpha is not None and not 0 < args.lora_alpha < math.inf:
+        raise SystemExit(f"found --lora_alpha {args.lora_alpha}, expected a number above 0")
     for name in ("warmup", "holdout"):
         if not 0 <= getattr(args, name, 0) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a share of at least 0"

@@ -90,6 +90,9 @@ def test_unknown_targets_and_flags_without_a_rank_are_refused():
             parse([*command, "--lora_rank", "2", *flag])
             with pytest.raises(SystemExit, match="ignored without --lora_rank"):
                 parse([*command, *flag])
+        for alpha in ("0", "-1", "nan"):  # 0 is not "not given"
+            with pytest.raises(SystemExit, match="found --lora_alpha .*, expected"):
+                parse([*command, "--lora_rank", "2", "--lora_alpha", alpha])
     with pytest.raises(SystemExit, match="--lora_rank with --model toy"):
         train_policy.parse_args(["--method", "sft", "--episodes", "e", "--model", "toy",
                                  "--output", "o", "--lora_rank", "2"])
