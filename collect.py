@@ -475,6 +475,7 @@ def rollout_settings(args, tasks, process):
     human_prompt = read_prompt(args.human_prompt)
     if human_prompt is not None and not args.uninformed_human:
         check_human_prompt(args.human_prompt, human_prompt, tasks[0])
+    refuse_ignored_words(args, human_spec)
     if not args.human and not all("toy" in task for task in tasks):
         raise SystemExit("found no --human for tasks of no toy world; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
@@ -491,6 +492,17 @@ def rollout_settings(args, tasks, process):
         referee=RefereeSettings(args.judge, args.require_protection, workers, args.clip,
                                 args.clip_crop, process.device),
         notes={"agent": args.agent, "human": human_spec})
+
+
+def refuse_ignored_words(args, human_spec):
+    """A model's name where no server is asked for it, and a prompt that no model reads."""
+    for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
+        if getattr(args, name) is not None and not spec.startswith(("http://", "https://")):
+            raise SystemExit(f"found --{name} {getattr(args, name)}, which is ignored where {spec}"
+                             " is no server's address; expected it to be omitted")
+    if args.human_prompt is not None and human_spec.partition(":")[0] == "scripted":
+        raise SystemExit(f"found --human_prompt {args.human_prompt}, which is ignored by a scripted"
+                         " human; expected it to be omitted")
 
 
 def refuse_other_domains(args, domain):

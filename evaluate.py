@@ -501,8 +501,8 @@ def check_flags(parser, args, rollout_flags):
         refuse_ignored(parser, args, ["critic"], "without --best_of_n and without --report")
     if not args.best_of_n and grader:
         refuse_ignored(parser, args, ["critic"], "without --best_of_n")
-    if not grader:
-        refuse_ignored(parser, args, ["critic_model"], "without --critic grader:SPEC")
+    if not grader or "://" not in args.critic:
+        refuse_ignored(parser, args, ["critic_model"], "without a server as --critic grader:URL")
     if max(args.best_of_n, default=1) > 1 and not args.critic:
         raise SystemExit("found --best_of_n without --critic, expected a critic to choose among the"
                          " candidates")

@@ -518,6 +518,7 @@ def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
     ("--metrics m --report r", "--output"),
     ("--metrics m --report r --against e", "--against"),
     ("--tasks t --agent a --critic c", "--critic"),
+    ("--tasks t --agent a --critic grader:m --critic_model n --best_of_n 4", "--critic_model"),
 ])
 def test_a_flag_that_would_be_ignored_is_refused(flags, named):
     with pytest.raises(SystemExit, match=f"found {named} .*expected"):
@@ -529,7 +530,7 @@ def test_a_flag_that_would_be_ignored_is_refused(flags, named):
     "--episodes e --critic c --dtype float32 --report r --metrics m",
     "--tasks t --agent a --critic c --best_of_n 1 4",
     "--tasks t --agent a --critic c --report r",
-    "--tasks t --agent a --critic grader:m --critic_model n --best_of_n 4",
+    "--tasks t --agent a --critic grader:http://m --critic_model n --best_of_n 4",
 ])
 def test_a_flag_that_is_used_is_accepted(flags):
     evaluate.parse_args(f"{flags} --output o".split())

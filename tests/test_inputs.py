@@ -314,6 +314,18 @@ def test_a_reward_that_counts_as_success_is_refused_for_functions(script, flags,
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("flags", [
+    "--agent scripted --agent_model m", "--agent scripted --human_model m",
+    "--agent scripted --human_prompt {}/prompt.txt"])
+def test_words_for_a_server_or_a_model_are_refused_where_there_is_none(tmp_path, flags):
+    (tmp_path / "prompt.txt").write_text("You want {hidden_information}")
+    args = collect.parse_args(["--tasks", "toy:backend:train", "--num_tasks", "1", "--output",
+                               f"{tmp_path}/e.jsonl", *flags.format(tmp_path).split()])
+    with pytest.raises(SystemExit, match=f"found {flags.split()[-2]} .* ignored .*expected"):
+        collect.main(args)
+    assert not (tmp_path / "e.jsonl.run.json").exists()
+
+
 @pytest.mark.parametrize("script, flag, meant", [
     (collect, "--num_taks", "--num_tasks"),
     (collect, "--samples-per-task=3", "--samples_per_task"),
