@@ -602,8 +602,21 @@ def load_episodes(paths, agent_prompt=None):
             if episode.get("agent_prompt") is None:
                 episode["agent_prompt"] = prompt
         episodes += found
+    check_same_tasks(episodes)
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)
+
+
+def check_same_tasks(episodes):
+    """Refuse two tasks with one task_id, such as those of two worlds, or of a file and its edit."""
+    contents = {}
+    for episode in episodes:
+        task = episode["task"]
+        content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
+        if contents.setdefault(task["task_id"], content) != content:
+            raise SystemExit(f"found two different tasks with the task_id {task['task_id']!r},"
+                             " expected episodes of the same tasks; give only files that were made"
+                             " from one task file, or name its tasks apart")
 
 
 def group_by_task(episodes):

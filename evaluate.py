@@ -41,7 +41,7 @@ from pathlib import Path
 
 import numpy
 
-from colbench import lacks_answer, read_episodes, write_atomically
+from colbench import check_same_tasks, lacks_answer, read_episodes, write_atomically
 from collect import (
     add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, given_up,
     reply_of, rollout_settings, rollout_tasks)
@@ -95,8 +95,9 @@ def read_policies(specs):
 def shared_tasks(policies):
     """All task ids in order of appearance, and their domain.
 
-    A run that lacks some of the tasks is refused: it cannot be compared.
+    A run that lacks some of the tasks, or has others of their names, cannot be compared.
     """
+    check_same_tasks(episode for policy in policies.values() for run in policy for episode in run)
     runs = []
     everything = {}
     for name, policy in policies.items():

@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 import evaluate
+from colbench import load_episodes
 from collect import interleave, reply_of
 from speakers.interface import Request, SpeakerError, Utterance
 from report import page, statistics, tables
@@ -300,6 +301,19 @@ def test_the_interval_of_a_win_rate_covers_other_seeds():
 def test_other_tasks_are_refused_and_named(tmp_path):
     with pytest.raises(SystemExit, match=r"2 of 3 tasks in a run of 'b' \(t1, t2\)"):
         evaluated(tmp_path, a=[episode(task) for task in range(3)], b=[episode(0)])
+
+
+@pytest.mark.parametrize("key, other", [
+    ("problem_description", "q"), ("ground_truth", "s"), ("test_cases", {"test1": "f(2)"})])
+def test_another_task_of_the_same_name_is_refused_in_evaluation_and_training(tmp_path, key, other):
+    row, edited = episode(0), episode(0)
+    edited["task"][key] = other
+    with pytest.raises(SystemExit, match="two different tasks with the task_id 't0', expected"):
+        evaluated(tmp_path, a=[row], b=[edited])
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert len(load_episodes(files[:1])[0]) == 1
+    with pytest.raises(SystemExit, match="two different tasks with the task_id 't0', expected"):
+        load_episodes(files)
 
 
 def test_domains_never_mix(tmp_path):
