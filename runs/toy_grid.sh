@@ -47,7 +47,8 @@ done
 for seed in $(seq 0 $((${1:-3} - 1))); do
   for tasks in 200 800 1500; do
     for cell in 16-0 64-0 256-0 16-0.5 64-0.5 256-0.5; do
-      [ -f "$ROOT/$cell-$tasks/$seed/test/sweet_no_privileged.jsonl" ] ||
+      done=$ROOT/$cell-$tasks/$seed # once all is played, the episodes go
+      [ -f "$done/test/sweet_no_privileged.jsonl" ] && [ ! -e "$done/episodes.jsonl" ] ||
         echo "${cell/-/ } $tasks $seed"
     done
   done

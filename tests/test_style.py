@@ -181,3 +181,14 @@ def test_every_command_of_a_recipe_parses(name, domain, tmp_path):
 def test_the_toy_recipe_trains_plays_and_compares_every_policy(tmp_path):
     counts = Counter(check_command(words) for words in run_recipe("toy.sh", tmp_path))
     assert counts == {"collect.py": 1, "train_critic.py": 1, "train_policy.py": 3, "evaluate.py": 6}
+
+
+def test_the_grid_resumes_a_cell_that_was_killed_in_its_last_play_and_no_finished_one(tmp_path):
+    for cell in ("16-0-200", "64-0-200"):
+        (tmp_path / f"grid/{cell}/0/test").mkdir(parents=True)
+        (tmp_path / f"grid/{cell}/0/test/sweet_no_privileged.jsonl").touch()
+    (tmp_path / "grid/16-0-200/0/episodes.jsonl").touch()
+    commands = run_recipe("toy_grid.sh", tmp_path, ["1"], ROOT="grid")
+    words = {word for command in commands for word in command}
+    assert any(word.startswith("grid/16-0-200/0/") for word in words)
+    assert not any(word.startswith("grid/64-0-200/0/") for word in words)
