@@ -30,11 +30,20 @@ def official_addresses(text):
 def extract_html(text):
     """The official rule: a message's first <html> block, else its first <body> block, else ""."""
     text = official_addresses(text or "")
-    for pattern in (r"<html.*?>.*?</html>", r"<body.*?>.*?</body>"):
-        block = re.search(pattern, text, re.DOTALL)
-        if block:
-            return block.group(0)
-    return ""
+    return first_block(text, "html") or first_block(text, "body")
+
+
+def first_block(text, tag):
+    """The first match of `<tag.*?>.*?</tag>`, "" if there is none.
+
+    A regular expression would take cubic time where a model repeats an opening tag to its limit.
+    """
+    start = text.find(f"<{tag}")
+    opened = text.find(">", start + len(tag) + 1)
+    end = text.find(f"</{tag}>", opened)
+    if -1 in (start, opened, end):
+        return ""
+    return text[start:end + len(f"</{tag}>")]
 
 
 def last_page(history):

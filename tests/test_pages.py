@@ -7,6 +7,9 @@ import base64
 import io
 import json
 import os
+import random
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,21 @@ def test_first_html_block_wins_over_body_and_nothing_gives_the_empty_string():
     assert extract_html("a <body>1</body> b") == "<body>1</body>"
     assert extract_html("no page, <html> never closed") == ""
     assert extract_html(None) == ""
+
+
+def test_blocks_are_those_of_the_official_expressions():
+    draw = random.Random(0)
+    pieces = ["<html", "</html>", "<body", "</body>", ">", " class=a", "\n", "<p>", "<html>"]
+    for _ in range(3000):
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 12)))
+        blocks = (re.search(f"<{tag}.*?>.*?</{tag}>", text, re.DOTALL) for tag in ("html", "body"))
+        assert extract_html(text) == next((block[0] for block in blocks if block), "")
+
+
+def test_an_opening_tag_that_never_ends_takes_no_time():
+    began = time.monotonic()
+    assert extract_html("<html>" * 20_000) == ""
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(
