@@ -168,7 +168,7 @@ def dpo_objective(model, items, settings):
     chosen, rejected = pair_indices(items, model.device)
     sums, counts = turn_sums(model, rows)
     reference = reference_table(rows, sums).sum(1)
-    logprob, length = sums.sum(1), counts.sum(1)
+    logprob, length = sums.sum(1), counts.sum(1).clamp(min=1)
     losses, better, worse = dpo_loss(logprob[chosen], logprob[rejected],
                                      reference[chosen], reference[rejected],
                                      settings.beta, settings.loss)

@@ -289,6 +289,16 @@ def test_a_turn_that_is_empty_because_it_was_cut_counts_as_a_turn_with_no_effect
     assert values[0, -1] == exists[0, -1] == 0
 
 
+def test_a_chosen_dialogue_without_a_token_to_learn_leaves_losses_finite():
+    # of a page whose turns did not fit but for an empty last one, an earlier page was graded
+    empty = Row([1, 2, 3], [-1, -1, -1], 1, reference=[0.0])
+    items = [Item([empty, Row([1, 2, 3], [-1, 0, 0], 1, reference=[-3.0])], [(0, 1)])]
+    model = tiny_model(byte_tokenizer())
+    for found in (dpo_objective(model, items, DpoSettings(beta=0.1, nll=0.01)),
+                  critic_objective(model, items, SUMS._replace(nll=0.01))):
+        assert found["train/loss"].isfinite() and found["train/nll"] == 0
+
+
 def test_each_candidate_is_a_plain_row_after_the_same_prompt():
     tokenizer = byte_tokenizer()
     messages = dialogue("the task", "a question", "its reply")
