@@ -118,6 +118,9 @@ def read_training(files):
                              " which has one from its first step on")
         folder = Path(path).parent
         rows = list(ResumableJsonl.whole_rows(path))
+        if not all(isinstance(row.get("step"), int) for row in rows):
+            raise SystemExit(f"{path}: found a line without a step, expected the metrics.jsonl of a"
+                             " training run; give episodes as --episodes")
         training.append(Training(name, folder, flags_of(folder / "run.json"), rows))
     return training
 

@@ -398,6 +398,12 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
     assert [points[0][0], points[-1][0]] == [0, 4999]
 
 
+def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
+    path = write_rows(tmp_path / "episodes.jsonl", [episode(0)])
+    with pytest.raises(SystemExit, match=f"{path}: found a line without a step, expected"):
+        page.read_training([("run", path)])
+
+
 def test_a_partial_last_batch_weighs_as_little_as_it_is():
     steps = [(step, 0.5, 4000) for step in range(50)] + [(50, 9.0, 40)]
     points, window = page.smoothed(steps)
