@@ -1091,6 +1091,14 @@ def main(argv=None):
     convert.add_argument("train", help="task file for the first 10,000 rows")
     convert.add_argument("test", nargs="?", help="task file for the rows after them")
     args = parser.parse_args(argv)
+    try:
+        run_command(args)
+    except OSError as error:
+        raise SystemExit(f"The disk or a file failed: {error}; expected files that can be read and"
+                         " folders that can be written to") from None
+
+
+def run_command(args):
     if args.command == "check":
         if not check_command(args.tasks, args.judge, args.require_protection):
             raise SystemExit(1)  # the table above says why

@@ -132,6 +132,12 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, m
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
 
 
+def test_websight_that_cannot_write_ends_with_a_sentence(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"llm_generated_idea": "idea", "text": "page"}')
+    with pytest.raises(SystemExit, match="failed: .*rows.jsonl.*expected"):
+        main(["websight", f"{tmp_path}/rows.jsonl", f"{tmp_path}/rows.jsonl/train.jsonl"])
+
+
 def test_websight_makes_the_folders_of_its_files(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"llm_generated_idea": "idea", "text": "page"}')
     paths = [tmp_path / "new/train.jsonl", tmp_path / "another/test.jsonl"]
