@@ -571,6 +571,9 @@ def check_method_flags(parser, args):
             refuse_ignored(parser, args, SAMPLING_FLAGS, "with --candidates")
         if not args.sampler:
             refuse_ignored(parser, args, ("sampler_model",), "without --sampler")
+        elif not args.sampler.startswith(("http://", "https://")):
+            raise SystemExit(f"found --sampler {args.sampler}, expected the address of a server,"
+                             " http://host:port/v1; a model here is sampled as --model")
         if args.states != "successes":
             refuse_ignored(parser, args, ("success_reward",), "by --states all")
     if args.method == "mtdpo" and args.pairs != "success_vs_failure":

@@ -393,14 +393,18 @@ class Browser:
 
 def settled_page(html):
     """The page without animations, with Tailwind's script replaced by its style sheet."""
-    link = r'<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
     html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
-    html = re.sub(
-        r"<script[^>]+cdn\.tailwindcss\.com[^>]*>\s*</script>", link, html, flags=re.IGNORECASE
-    )
+    html = re.sub(r"<script[^<>]*>\s*</script>", tailwind_link, html, flags=re.IGNORECASE)
     stop = "*,::before,::after{animation:none!important;transition:none!important}"
     doctype = r"^\s*(<!doctype[^>]*>)?"
     return re.sub(doctype, rf"\g<0><style>{stop}</style>", html, count=1, flags=re.IGNORECASE)
+
+
+def tailwind_link(script):
+    """The link to a style sheet for a match that is Tailwind's script, else what stood there."""
+    if "cdn.tailwindcss.com" in script.group().lower():
+        return '<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
+    return script.group()
 
 
 def placeholder_picture(address):

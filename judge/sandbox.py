@@ -20,13 +20,14 @@ passes a test when its value equals the solution's value. Three kinds of process
     and an answer that swallows signals is killed from outside.
 
 Protected, on Linux (x86-64, aarch64): files other than the interpreter's and a scratch folder;
-other processes; network; environment; memory and disk. An answer starts no process, signals nobody,
-and leaves nothing behind for the next. System calls are an allow-list (seccomp); Landlock closes
+other processes; network; environment; memory. An answer starts no process, signals nobody, and
+leaves nothing behind for the next. System calls are an allow-list (seccomp); Landlock closes
 files; namespaces and a user of its own are added where the machine allows them. `Judge.status` says
 which protections are active. Other systems have separate processes and limits, nothing else.
 
 Not protected: against bugs of the kernel, side channels, and an answer that special-cases the test
-expressions, which it can read.
+expressions, which it can read. A file has at most 8 MB, but only time limits how many an answer
+writes to its scratch folder, some GB on a fast disk, before the folder is removed.
 
 Profile "fixed" grades as a reader expects. "official" gives the published grader's number on honest
 answers, with its quirks: banned words, and two namespaces, so that helpers, imports at the top and

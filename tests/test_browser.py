@@ -27,6 +27,7 @@ from judge.browser import (
     PageError,
     find_chromium,
     placeholder_picture,
+    settled_page,
 )
 from judge.pages import open_picture
 
@@ -200,6 +201,20 @@ def test_tailwind_styles_apply_from_every_address_it_is_known_by(browser):
     for link in links:
         png = browser.render(f'<html>{link}<body class="bg-red-500"></body></html>')
         assert colour_at(png, 5, 5) == RED_500
+
+
+def test_only_the_script_of_tailwind_becomes_a_link():
+    other = '<script src="x.js"></script>'
+    page = f'{other}<SCRIPT defer src="https://CDN.tailwindcss.com?p=a"> </SCRIPT>'
+    link = '<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
+    assert settled_page(page).endswith(other + link)
+
+
+def test_a_script_tag_that_never_ends_takes_no_time():
+    for page in ("<script " * 50_000, "<script " + "cdn.tailwindcss.com" * 20_000):
+        began = time.monotonic()
+        assert settled_page(page).endswith(page)
+        assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(

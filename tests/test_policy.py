@@ -252,6 +252,11 @@ def test_ranked_candidates_are_not_sampled_so_flags_of_sampling_are_refused(flag
         parsed("sweet", "--candidates", "x", f"--{flag}", NON_DEFAULT[flag])
 
 
+def test_a_sampler_is_a_server():
+    with pytest.raises(SystemExit, match="found --sampler scripted, expected the address"):
+        parsed("sweet", "--critic", "c", "--sampler", "scripted")
+
+
 @pytest.mark.parametrize("method, more", [
     ("sweet", ("--critic", "x")), ("sweet", ("--candidates", "x")), ("mtdpo", ()),
     ("mtdpo", ("--pairs", "all"))])
