@@ -4,8 +4,8 @@
 
 Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
 Prints: a table to paste, and differences with 95 % intervals.
-Writes: runs/out/toy_seeds.json with success by seed, differences, the AUC of the critics'
-advantages against true credit, and success of best of N.
+Writes: runs/out/toy_seeds.json with success (of pages, the reward) by seed, differences, the AUC of
+the critics' advantages against true credit, and success of best of N.
 """
 
 import argparse
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from colbench import read_episodes  # noqa: E402
 from evaluate import ScoreSettings, score  # noqa: E402
 from report.statistics import compare  # noqa: E402
-from report.tables import lines_of, policy_table  # noqa: E402
+from report.tables import lines_of, main_metric, policy_table  # noqa: E402
 
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",
@@ -62,15 +62,15 @@ def score_seeds(runs, names, seeds):
     return score(policies, ScoreSettings(seed=0, draws=2000, leak_threshold=0.5))
 
 
-def differences(runs):
-    """Name -> difference in success and its interval, on the seeds that both policies have."""
+def differences(runs, metric):
+    """Name -> difference in the metric and its interval, on the seeds that both policies have."""
     pairs = [("sweet", name) for name in runs if name != "sweet"]
     pairs += [(left, right) for left, right in PAIRS if left in runs and right in runs]
     found = {}
     for left, right in pairs:
         seeds = runs[left].keys() & runs[right].keys()  # an ablation may have fewer seeds
         _, values, task_draws = score_seeds(runs, [left, right], seeds)
-        comparison = compare(values[left], values[right], "success", task_draws)
+        comparison = compare(values[left], values[right], metric, task_draws)
         found[f"{left} - {right}"] = comparison["difference"]
     return found
 
@@ -87,14 +87,14 @@ def credit_aucs(root, critic):
     return found
 
 
-def best_of_n(root, name, counts):
-    """N -> success of each seed."""
+def best_of_n(root, name, counts, metric):
+    """N -> success (or reward) of each seed."""
     seeds = []
     for path in sorted(root.glob(f"[0-9]*/test/{name}/results.json")):
         seeds.append(json.loads(path.read_text())["policies"])
     table = {}
     for n in counts:
-        table[n] = [policies[f"base-best-of-{n}"]["success_by_seed"][0] for policies in seeds]
+        table[n] = [policies[f"base-best-of-{n}"][f"{metric}_by_seed"][0] for policies in seeds]
     return table
 
 
@@ -103,19 +103,19 @@ def main(args):
     results, _, _ = score_seeds(runs, list(runs), runs["base"])
     print("\n".join(lines_of(policy_table(results), markdown=True)))
 
-    policies = results["policies"]
-    table = {name: entry["success_by_seed"] for name, entry in policies.items()}
-    table["differences"] = differences(runs)
-    table["mean"] = {name: entry["numbers"]["success"] for name, entry in policies.items()}
+    policies, metric = results["policies"], main_metric(results)
+    table = {name: entry[f"{metric}_by_seed"] for name, entry in policies.items()}
+    table["differences"] = differences(runs, metric)
+    table["mean"] = {name: entry["numbers"][metric] for name, entry in policies.items()}
     for name, number in table["differences"].items():
         value, low, high = (100 * number[key] for key in ("value", "low", "high"))
         print(f"{name}: {value:+.1f} [{low:+.1f}, {high:+.1f}]")
     for name, critic in CRITICS.items():
         aucs = credit_aucs(args.root, critic)
-        table[name] = [seed["credit_auc/all"] for seed in aucs]
+        table[name] = [seed["credit_auc/all"] for seed in aucs if seed]  # pages have no credit
         table[f"{name}_by_kind"] = aucs
     for name, counts in BEST_OF_N.items():
-        table[name] = best_of_n(args.root, name, counts)
+        table[name] = best_of_n(args.root, name, counts, metric)
     args.output.write_text(json.dumps(table, indent=1) + "\n")
     shown = ("credit_auc", "credit_auc_no_privileged", "best_of_n")
     print({name: table[name] for name in shown})

@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
-# N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json.
-# ONLY=toy omits ablations, best of N and round 2.
+# N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json; with DOMAIN=frontend of
+# pages, and runs/out/toy_seeds_frontend.json. Resumes; ONLY=toy omits ablations, best of N and round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export N=${1:-5} ROOT=${ROOT:-runs/out/seeds} TASKS=${TASKS:-800}
+export DOMAIN=${DOMAIN:-backend}
+N=${1:-5}
+SUFFIX=
+if [ "$DOMAIN" = backend ]; then
+  export TASKS=${TASKS:-800} # make toy has fewer, to take less time
+else
+  SUFFIX=_frontend
+fi
+ROOT=${ROOT:-runs/out/seeds$SUFFIX}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 more() { # the second round on one core, the ablations and best of N on the other
@@ -16,4 +24,4 @@ for SEED in $(seq 0 $((N - 1))); do
   [ -f "$OUT/report.html" ] || runs/toy.sh
   [ "${ONLY:-}" = toy ] || more
 done
-python runs/toy_seeds.py "$ROOT"
+python runs/toy_seeds.py "$ROOT" --output "runs/out/toy_seeds$SUFFIX.json"
