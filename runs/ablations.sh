@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The paper's Table 3 and best of N on the embedded world, from what runs/toy.sh left in OUT:
 # SWEET-RL without training-time information, without length normalisation, and with a value head;
-# and with and without information on the paper's own pairs.
+# with and without information on the paper's own pairs; and with matrices of rank 16 (LoRA) in place
+# of all weights.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
@@ -17,6 +18,10 @@ ablation() { # NAME CRITIC_FLAGS...
 }
 ablation sweet_no_privileged "${CRITIC_LOSS[@]}" --privileged none
 ablation sweet_no_normalise "${CRITIC_LOSS[@]}" --normalise none
+(
+  SWEET+=(--lora_rank 16 --lr LORA_LR)
+  ablation sweet_lora "${CRITIC_LOSS[@]}" --lora_rank 16 --lr 1e-4
+)
 PAIRING=() # a value is no ratio to a reference, so that zero would say nothing
 ablation sweet_value_head --head value --lr 3e-4
 

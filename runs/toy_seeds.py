@@ -23,7 +23,7 @@ from report.tables import lines_of, main_metric, policy_table  # noqa: E402
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",
     "sweet_no_privileged", "sweet_no_normalise", "sweet_value_head", "sweet_round2",
-    "sweet_halves", "sweet_halves_no_privileged",
+    "sweet_halves", "sweet_halves_no_privileged", "sweet_lora",
 ]
 PAIRS = [  # besides sweet - every other policy
     ("rft", "base"),
@@ -36,6 +36,7 @@ CRITICS = {  # key of the table -> directory in that of a seed
     "credit_auc_no_privileged": "sweet_no_privileged/critic",
     "credit_auc_no_normalise": "sweet_no_normalise/critic",
     "credit_auc_value_head": "sweet_value_head/critic",
+    "credit_auc_lora": "sweet_lora/critic",
     "credit_auc_round2": "iterate/round2/critic",
 }
 BEST_OF_N = {"best_of_n": (1, 2, 4, 8, 16), "best_of_n_no_privileged": (8, 16)}

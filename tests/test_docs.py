@@ -28,8 +28,6 @@ LAUNCHERS = ("python", "torchrun")
 PROGRAMS = (*LAUNCHERS, "make", "hf", "vllm")  # that shell blocks may call; add a new one
 README_WORDS = 1600
 
-# Described before they are there; empty this when they are
-NOT_YET = ("show", "--skip_unsolvable")
 OTHERS_FLAGS = ("--generation-config", "--nproc_per_node", "--dry")  # of no Python script of ours
 MADE_BY_RUNS = ("agent_prompt.txt", "results.md", "state/", "runs/out/toy/report.html")
 
@@ -92,7 +90,7 @@ def test_every_command_of_a_docstring_parses(script, tmp_path):
 def test_every_flag_that_a_document_names_exists_and_takes_this_value(path):
     for code in inline_code(path):
         words = code.split()
-        flags = [word for word in words if word.startswith("--") and word not in NOT_YET]
+        flags = [word for word in words if word.startswith("--")]
         if not flags or flags[0] in OTHERS_FLAGS or words[0] in LAUNCHERS:
             continue
         scripts = [word for word in words if word.endswith(".py")] or STAGES
@@ -110,7 +108,7 @@ def test_every_flag_that_a_document_names_exists_and_takes_this_value(path):
 def test_every_whole_command_in_a_line_of_text_parses(path):
     for code in inline_code(path):
         program, *words = code.split()
-        if program in LAUNCHERS and not set(words) & set(NOT_YET):
+        if program in LAUNCHERS:
             assert check_command(words), f"{name_of(path)}: `{code}` names no script of ours"
 
 
