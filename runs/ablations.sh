@@ -19,7 +19,7 @@ ablation() { # NAME CRITIC_FLAGS...
 ablation sweet_no_privileged "${CRITIC_LOSS[@]}" --privileged none
 ablation sweet_no_normalise "${CRITIC_LOSS[@]}" --normalise none
 (
-  SWEET+=(--lora_rank 16 --lr LORA_LR)
+  SWEET+=(--lora_rank 16 --lr 3e-3)
   ablation sweet_lora "${CRITIC_LOSS[@]}" --lora_rank 16 --lr 1e-4
 )
 PAIRING=() # a value is no ratio to a reference, so that zero would say nothing
