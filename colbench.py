@@ -565,11 +565,16 @@ def check_history(history, where):
         expect(message, "finished", bool, f"{where}, dialogue_history[{index}]", optional=True)
 
 
-def read_episodes(path):
-    """All episodes of a file; the same task and sample twice is an error."""
+def read_episodes(path, tasks=None):
+    """All episodes of a file; the same task and sample twice is an error.
+
+    `tasks` holds those of earlier files, see `check_same_task`.
+    """
+    tasks = {} if tasks is None else tasks
     episodes, seen, counts = [], set(), {}
     for where, row in read_jsonl(path):
         episode = complete_episode(row, where)
+        check_same_task(tasks, episode["task"], where)
         task_id = episode["task"]["task_id"]
         if "sample" not in row:  # official rows: the task list k times, one copy after the other
             counts[task_id] = counts.get(task_id, -1) + 1
@@ -591,9 +596,9 @@ def load_episodes(paths, agent_prompt=None):
     Samples of a task that an earlier file has too are numbered on from there. `agent_prompt` names
     a file with the agent's instructions for episodes that omit them, such as the official ones.
     """
-    episodes, next_sample, prompt = [], {}, read_prompt(agent_prompt)
+    episodes, tasks, next_sample, prompt = [], {}, {}, read_prompt(agent_prompt)
     for path in paths:
-        found = read_episodes(path)
+        found = read_episodes(path, tasks)
         offset = {task_id: next_sample.get(task_id, 0) for task_id in group_by_task(found)}
         for episode in found:
             task_id = episode["task"]["task_id"]
@@ -602,21 +607,20 @@ def load_episodes(paths, agent_prompt=None):
             if episode.get("agent_prompt") is None:
                 episode["agent_prompt"] = prompt
         episodes += found
-    check_same_tasks(episodes)
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)
 
 
-def check_same_tasks(episodes):
-    """Refuse two tasks with one task_id, such as those of two worlds, or of a file and its edit."""
-    contents = {}
-    for episode in episodes:
-        task = episode["task"]
-        content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
-        if contents.setdefault(task["task_id"], content) != content:
-            raise SystemExit(f"found two different tasks with the task_id {task['task_id']!r},"
-                             " expected episodes of the same tasks; give only files that were made"
-                             " from one task file, or name its tasks apart")
+def check_same_task(tasks, task, where):
+    """Refuse another task of the same task_id, such as that of another world, or of an edited file.
+
+    tasks: task_id -> what the task says, of those that have been seen; this one is added.
+    """
+    content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
+    if tasks.setdefault(task["task_id"], content) != content:
+        raise SystemExit(f"{where}: found the task_id {task['task_id']!r} with two different tasks,"
+                         " expected one; give only files that were made from one task file, or name"
+                         " its tasks apart")
 
 
 def group_by_task(episodes):

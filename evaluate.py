@@ -41,7 +41,7 @@ from pathlib import Path
 
 import numpy
 
-from colbench import check_same_tasks, lacks_answer, read_episodes, write_atomically
+from colbench import check_same_task, lacks_answer, read_episodes, write_atomically
 from collect import (
     add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, given_up,
     reply_of, rollout_settings, rollout_tasks)
@@ -97,11 +97,12 @@ def shared_tasks(policies):
 
     A run that lacks some of the tasks, or has others of their names, cannot be compared.
     """
-    check_same_tasks(episode for policy in policies.values() for run in policy for episode in run)
     runs = []
-    everything = {}
+    everything, tasks = {}, {}
     for name, policy in policies.items():
         for run in policy:
+            for episode in run:
+                check_same_task(tasks, episode["task"], f"policy {name!r}")
             domains = {episode["task"]["task_id"]: episode["task"]["domain"] for episode in run}
             runs.append((name, domains))
             everything |= domains

@@ -540,7 +540,7 @@ def add_screenshots(episodes, browser):
             "solution_screenshot": extract_html(episode["task"]["ground_truth"]),
         }
         for key, html in pages.items():
-            picture = draw(html) if html else None
+            picture = draw(html)
             if picture:
                 episode[key] = picture
 

@@ -308,11 +308,11 @@ def test_other_tasks_are_refused_and_named(tmp_path):
 def test_another_task_of_the_same_name_is_refused_in_evaluation_and_training(tmp_path, key, other):
     row, edited = episode(0), episode(0)
     edited["task"][key] = other
-    with pytest.raises(SystemExit, match="two different tasks with the task_id 't0', expected"):
+    with pytest.raises(SystemExit, match="task_id 't0' with two different tasks, expected"):
         evaluated(tmp_path, a=[row], b=[edited])
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     assert len(load_episodes(files[:1])[0]) == 1
-    with pytest.raises(SystemExit, match="two different tasks with the task_id 't0', expected"):
+    with pytest.raises(SystemExit, match="task_id 't0' with two different tasks, expected"):
         load_episodes(files)
 
 

@@ -442,7 +442,6 @@ def test_a_run_that_fails_does_not_wait_for_requests_under_way(tmp_path):
         import sys
         from speakers.interface import Request, SpeakerSettings
         from speakers.server import ServerSpeaker
-from stages.processes import Process
         speaker = ServerSpeaker(sys.argv[1], SpeakerSettings())
         speaker.submit(Request([{"role": "user", "content": "question 0"}]))
         raise SystemExit("no space left")"""
@@ -608,9 +607,11 @@ def collected(folder, tasks, url, human="scripted", batch_size=64):
     """The text of the episodes that collect.py's main makes of `tasks`, in this process."""
     flags = [
         "--tasks", tasks, "--agent", url, "--agent_model", "agent",
-        "--human", human, "--human_model", "human", "--batch_size", batch_size,
+        "--human", human, "--batch_size", batch_size,
         "--samples_per_task", 1, "--output", folder / "episodes.jsonl",
     ]
+    if human != "scripted":
+        flags += ["--human_model", "human"]
     collect.main(collect.parse_args([str(flag) for flag in flags]))
     return (folder / "episodes.jsonl").read_text()
 
