@@ -38,7 +38,7 @@ from colbench import (
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
-from speakers.names import check_spec
+from speakers.names import check_spec, is_server
 from stages.flags import add_dtype_flag, flag_parser, require_at_least
 from stages.processes import join_processes, launch
 from stages.record import claim_output, records
@@ -497,7 +497,7 @@ def rollout_settings(args, tasks, process):
 def refuse_ignored_words(args, human_spec):
     """A model's name where no server is asked for it, and a prompt that no model reads."""
     for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
-        if getattr(args, name) is not None and not spec.startswith(("http://", "https://")):
+        if getattr(args, name) is not None and not is_server(spec):
             raise SystemExit(f"found --{name} {getattr(args, name)}, which is ignored where {spec}"
                              " is no server's address; expected it to be omitted")
     if args.human_prompt is not None and human_spec.partition(":")[0] == "scripted":

@@ -38,6 +38,7 @@ from collect import interleave, reply_of
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
+from speakers.names import is_server
 from stages.flags import flag_parser, refuse_ignored, require_at_least
 from stages.processes import join_processes, launch
 from stages.record import claim_output, records
@@ -571,7 +572,7 @@ def check_method_flags(parser, args):
             refuse_ignored(parser, args, SAMPLING_FLAGS, "with --candidates")
         if not args.sampler:
             refuse_ignored(parser, args, ("sampler_model",), "without --sampler")
-        elif not args.sampler.startswith(("http://", "https://")):
+        elif not is_server(args.sampler):
             raise SystemExit(f"found --sampler {args.sampler}, expected the address of a server,"
                              " http://host:port/v1; a model here is sampled as --model")
         if args.states != "successes":

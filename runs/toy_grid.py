@@ -7,7 +7,6 @@ Prints: a table to paste. Writes: runs/out/toy_grid.json with success by seed of
 what SWEET-RL gains by training-time information, with its 95 % interval.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,8 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import read_episodes  # noqa: E402
-from evaluate import ScoreSettings, score  # noqa: E402
+from evaluate import score  # noqa: E402
 from report.statistics import compare  # noqa: E402
+from runs.toy_seeds import SCORING, parse_table_args, points  # noqa: E402
 
 POLICIES = ("base", "rft", "mtdpo", "sweet", "sweet_no_privileged")
 HEADER = ("topics", "base's prior", "tasks", "seeds", "base", "rejection fine-tuning",
@@ -38,7 +38,7 @@ def score_cell(folders):
     """Success of each policy by seed, and the gain with its interval over tasks and seeds."""
     episodes = {name: [read_episodes(folder / f"{name}.jsonl") for folder in folders]
                 for name in POLICIES}
-    results, values, draws = score(episodes, ScoreSettings(seed=0, draws=2000, leak_threshold=0.5))
+    results, values, draws = score(episodes, SCORING)
     gain = compare(values["sweet"], values["sweet_no_privileged"], "success", draws)["difference"]
     success = {name: results["policies"][name]["success_by_seed"] for name in POLICIES}
     return success, gain
@@ -54,20 +54,14 @@ def main(args):
                       "seeds": [folder.parent.name for folder in folders],
                       "success_by_seed": success, "gain": gain})
         means = [f"{100 * sum(by_seed) / len(by_seed):.1f}" for by_seed in success.values()]
-        value, low, high = (100 * gain[key] for key in ("value", "low", "high"))
         cells = [topics, f"{prior:g}", f"{tasks:,}", len(folders), *means,
-                 f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"]
+                 points(gain)]
         print("| " + " | ".join(str(cell) for cell in cells) + " |")
     args.output.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="directory of the cells")
-    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_grid.json"),
-                        help="the table as JSON (default: %(default)s)")
-    return parser.parse_args(argv)
+    return parse_table_args(__doc__, "runs/out/toy_grid.json", argv)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ CRITICS = {  # key of the table -> directory in that of a seed
     "credit_auc_lora": "sweet_lora/critic",
     "credit_auc_round2": "iterate/round2/critic",
 }
+SCORING = ScoreSettings(seed=0, draws=2000, leak_threshold=0.5)
 BEST_OF_N = {"best_of_n": (1, 2, 4, 8, 16), "best_of_n_no_privileged": (8, 16)}
 
 
@@ -60,7 +61,7 @@ def score_seeds(runs, names, seeds):
     policies = {}
     for name in names:
         policies[name] = [runs[name][seed] for seed in sorted(seeds) if seed in runs[name]]
-    return score(policies, ScoreSettings(seed=0, draws=2000, leak_threshold=0.5))
+    return score(policies, SCORING)
 
 
 def differences(runs, metric):
@@ -99,6 +100,12 @@ def best_of_n(root, name, counts, metric):
     return table
 
 
+def points(difference):
+    """A difference and its interval in percentage points."""
+    value, low, high = (100 * difference[key] for key in ("value", "low", "high"))
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
 def main(args):
     runs = read_seeds(args.root)
     results, _, _ = score_seeds(runs, list(runs), runs["base"])
@@ -109,8 +116,7 @@ def main(args):
     table["differences"] = differences(runs, metric)
     table["mean"] = {name: entry["numbers"][metric] for name, entry in policies.items()}
     for name, number in table["differences"].items():
-        value, low, high = (100 * number[key] for key in ("value", "low", "high"))
-        print(f"{name}: {value:+.1f} [{low:+.1f}, {high:+.1f}]")
+        print(f"{name}: {points(number)}")
     for name, critic in CRITICS.items():
         aucs = credit_aucs(args.root, critic)
         table[name] = [seed["credit_auc/all"] for seed in aucs if seed]  # pages have no credit
@@ -122,13 +128,18 @@ def main(args):
     print({name: table[name] for name in shown})
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
+def parse_table_args(description, output, argv):
+    """The command line of a script that makes a table of finished runs."""
+    parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="directory with one directory for each seed")
-    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_seeds.json"),
+    parser.add_argument("root", type=Path, help="directory of the runs, see above")
+    parser.add_argument("--output", type=Path, default=Path(output),
                         help="the table as JSON (default: %(default)s)")
     return parser.parse_args(argv)
+
+
+def parse_args(argv=None):
+    return parse_table_args(__doc__, "runs/out/toy_seeds.json", argv)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ alone; torch and transformers are loaded only for a speaker that runs a model in
 """
 
 from speakers.interface import DEFAULT_SETTINGS
-from speakers.names import check_spec
+from speakers.names import check_spec, is_server
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
 
@@ -22,7 +22,7 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
     name, _, manner = spec.partition(":")
     if name == "scripted":
         return ScriptedSpeaker(role, manner)
-    if spec.startswith(("http://", "https://")):
+    if is_server(spec):
         return ServerSpeaker(spec, settings)
     if not pictures:
         from speakers.local import LocalSpeaker

@@ -7,11 +7,16 @@ from pathlib import Path
 REQUEST_PATH = re.compile(r"(/chat)?/completions/*$")  # what a client appends to an API's address
 
 
+def is_server(spec):
+    """Whether this names a server by its address."""
+    return spec.startswith(("http://", "https://"))
+
+
 def check_spec(spec):
     """Refuse what can be no speaker: a mistyped address, a directory that is not there."""
     if spec.partition(":")[0] == "scripted":
         return
-    if spec.startswith(("http://", "https://")):
+    if is_server(spec):
         if REQUEST_PATH.search(spec):
             raise SystemExit(f"{spec}: found the address of single requests, expected that of the"
                              f" API; give {REQUEST_PATH.sub('', spec)}")

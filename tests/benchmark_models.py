@@ -18,10 +18,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import train_critic
 from colbench import Referee, critic_messages, derive_seed, encode_prompt
 from collect import Parties, Rules, interleave, play
-from stages.processes import join_processes
 from judge.sandbox import Grade
 from speakers.interface import SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, pick_tokens
+from stages.processes import join_processes
 from train_critic import (
     Critic,
     CriticSettings,

@@ -24,9 +24,9 @@ import benchmark_models as parts
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.processes import join_processes
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker
+from stages.processes import join_processes
 from train_critic import (
     KeptReference, LoopSettings, Reader, TrainingLoop, critic_objective, pair_items,
     precompute_reference)

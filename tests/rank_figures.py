@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stages.processes import join_processes# noqa: E402
 from speakers.lora import LINEAR_LAYERS, LoraSettings, add_matrices  # noqa: E402
+from stages.processes import join_processes  # noqa: E402
 from train_critic import (  # noqa: E402
     CriticSettings, Item, LoopSettings, Row, TrainingLoop, critic_objective)
 from training.checkpoints import local  # noqa: E402

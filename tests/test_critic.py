@@ -15,8 +15,8 @@ from transformers import AutoModelForTokenClassification
 import train_critic
 import train_policy
 from colbench import critic_messages, encode_dialogue, states_of
-from stages.processes import Process, join_processes
 from speakers.local import load_model
+from stages.processes import Process, join_processes
 from train_critic import (
     Critic, CriticSettings, Item, Reader, Row, TrainingLoop, accuracy, advantage,
     candidate_rows, critic_loss, critic_objective, dialogue_row, encode_row,

@@ -8,13 +8,15 @@ import json
 import pytest
 from conftest import episode, run_script
 
+from colbench import write_jsonl
+
 BETTER = {"sweet": 4, "sweet_no_privileged": 1, "mtdpo": 2, "rft": 2, "base": 1, "single_turn": 0}
 
 
 def write_policy(path, solved, tasks=6):
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [episode(f"task{index}", float(index < solved)) for index in range(tasks)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
 
 
 def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 import evaluate
 from judge.browser import DevTools, find_chromium
-from toy.world import toy_tasks
 from report import page
+from toy.world import toy_tasks
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'

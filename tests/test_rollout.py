@@ -19,10 +19,10 @@ import speakers
 import train_policy
 from colbench import Referee, RefereeSettings, ResumableJsonl, read_tasks
 from collect import Parties, Rules, interleave, play
-from stages.processes import Process
 from judge.sandbox import ANSWER_MARKER, Grade
 from speakers.interface import SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
+from stages.processes import Process
 
 ALONE = Process(0, 1, "cpu")
 RULES = Rules(agent_prompt=None, human_prompt=None, max_turns=10, reply_chars=None, seed=0)

@@ -17,6 +17,7 @@ from conftest import ROOT
 # A room may import from those before it and from itself; judge/ is where it begins
 ROOMS = ["judge", "colbench", "toy", "speakers", "stages", "collect", "training", "train_critic",
          "train_policy", "report", "evaluate"]
+FOLDERS = ("judge", "toy", "speakers", "stages", "training", "report")
 STAGES = ["colbench", "collect", "train_critic", "train_policy", "evaluate"]
 LATE = {("colbench", "toy.world")}  # for `toy:` task names alone; only inside a function
 SELF_CONTAINED = ["judge.sandbox", "judge.browser"]  # the standard library alone
@@ -25,7 +26,7 @@ SELF_CONTAINED = ["judge.sandbox", "judge.browser"]  # the standard library alon
 def our_modules():
     """Dotted name -> path of every module that the scripts are made of."""
     paths = list(ROOT.glob("*.py"))
-    for folder in ("judge", "toy", "speakers", "stages", "training", "report"):
+    for folder in FOLDERS:
         paths += (ROOT / folder).glob("*.py")
     modules = {}
     for path in sorted(paths):
@@ -133,8 +134,7 @@ def test_each_equation_is_tagged_where_the_readme_says(number, module, function)
 
 
 def python_files():
-    names = ("judge", "toy", "speakers", "stages", "training", "report", "runs", "tests")
-    folders = [ROOT, *(ROOT / name for name in names)]
+    folders = [ROOT, *(ROOT / name for name in (*FOLDERS, "runs", "tests"))]
     return sorted(path for folder in folders for path in folder.glob("*.py"))
 
 

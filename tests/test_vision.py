@@ -26,7 +26,6 @@ from colbench import (
     read_tasks,
     states_of,
 )
-from stages.processes import Process
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
 from speakers.local import load_model, pick_tokens, uniform_numbers
@@ -37,6 +36,7 @@ from speakers.vision import (
     picture_inputs,
     vision_value_class,
 )
+from stages.processes import Process
 from toy.world import page_of
 from training import checkpoints, ranks
 
