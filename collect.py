@@ -39,7 +39,7 @@ from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.names import check_spec, is_server
-from stages.flags import add_dtype_flag, flag_parser, require_at_least
+from stages.flags import add_dtype_flag, flag_parser, refuse_flag, require_at_least
 from stages.processes import join_processes, launch
 from stages.record import claim_output, records
 
@@ -450,8 +450,7 @@ def unsolvable_tasks(tasks, args, process):
     """
     check = one_domain(tasks).check
     if args.skip_unsolvable and not check:
-        raise SystemExit("found --skip_unsolvable for tasks without tests, which is ignored;"
-                         " expected it to be omitted")
+        refuse_flag(args, "skip_unsolvable", "for tasks without tests")
     solvable_by_construction = "toy" in tasks[0] and not args.skip_unsolvable
     if solvable_by_construction or not check:
         return []
@@ -498,11 +497,9 @@ def refuse_ignored_words(args, human_spec):
     """A model's name where no server is asked for it, and a prompt that no model reads."""
     for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
         if getattr(args, name) is not None and not is_server(spec):
-            raise SystemExit(f"found --{name} {getattr(args, name)}, which is ignored where {spec}"
-                             " is no server's address; expected it to be omitted")
+            refuse_flag(args, name, f"where {spec} is no server's address")
     if args.human_prompt is not None and human_spec.partition(":")[0] == "scripted":
-        raise SystemExit(f"found --human_prompt {args.human_prompt}, which is ignored by a scripted"
-                         " human; expected it to be omitted")
+        refuse_flag(args, "human_prompt", "by a scripted human")
 
 
 def refuse_other_domains(args, domain):
@@ -510,8 +507,7 @@ def refuse_other_domains(args, domain):
     names = {name for other in DOMAINS.values() for name in other.flags}
     for name in sorted(names - set(domain.flags)):
         if getattr(args, name) != RefereeSettings._field_defaults[name]:
-            raise SystemExit(f"found --{name} {getattr(args, name)}, which is ignored for these"
-                             " tasks; expected it to be omitted")
+            refuse_flag(args, name, "for these tasks")
 
 
 def check_human_prompt(path, prompt, task):

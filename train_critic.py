@@ -51,7 +51,8 @@ from speakers.local import LocalSpeaker, default_device, load_model, load_tokeni
 from speakers.lora import LINEAR_LAYERS, MATRICES, load_matrices, matrices_off
 from speakers.names import check_checkpoint
 from speakers.vision import Sight, sees_pictures, vision_value_class
-from stages.flags import add_dtype_flag, flag_parser, refuse_ignored, require_at_least
+from stages.flags import (
+    add_dtype_flag, flag_parser, refuse_flag, refuse_ignored, require_at_least)
 from stages.processes import join_processes, launch
 from stages.record import claim_output, read_run, records
 from toy.world import credit_auc, has_toy_credit
@@ -1053,8 +1054,7 @@ def refuse_page_flags(args, episodes):
     """Tests decide on the success of a function, so a reward that counts as one does nothing."""
     has_pages = any(episode["success"] is None for episode in episodes)
     if args.success_reward != SUCCESS_REWARD and not has_pages:
-        raise SystemExit(f"found --success_reward {args.success_reward}, which is ignored for"
-                         " episodes without pages; expected it to be omitted")
+        refuse_flag(args, "success_reward", "for episodes without pages")
 
 
 def parse_args(argv=None):

@@ -41,7 +41,7 @@ if [ $# = 4 ]; then
 fi
 
 for topics in 16 64 256; do
-  [ -f "$ROOT/base_$topics/config.json" ] || AGENT=scripted:knowing TOPICS=$topics \
+  [ -f "$ROOT/base_$topics/model.safetensors" ] || AGENT=scripted:knowing TOPICS=$topics \
     BASE=$ROOT/base_$topics OUT=$ROOT/base_$topics.run runs/make_toy_base.sh
 done
 for seed in $(seq 0 $((${1:-3} - 1))); do

@@ -54,7 +54,11 @@ def require_at_least(least, args, *names):
 def refuse_ignored(parser, args, names, reason):
     """Refuse flags that would do nothing here; a flag at its default asks for nothing."""
     for name in names:
-        value = getattr(args, name)
-        if value != parser.get_default(name):
-            raise SystemExit(f"found --{name} {value}, which is ignored {reason}; expected it to be"
-                             " omitted")
+        if getattr(args, name) != parser.get_default(name):
+            refuse_flag(args, name, reason)
+
+
+def refuse_flag(args, name, reason):
+    value = getattr(args, name)
+    given = f"--{name}" if value is True else f"--{name} {value}"
+    raise SystemExit(f"found {given}, which is ignored {reason}; expected it to be omitted")

@@ -242,7 +242,7 @@ def test_evaluate_says_it_too_and_plays_what_is_left(tasks, tmp_path):
 def test_a_file_without_a_solvable_task_and_tasks_without_tests_are_refused(tmp_path):
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
     for row, found in ((TASKS[1], "found no task that its own solution solves, expected"),
-                       (page, "found --skip_unsolvable for tasks without tests")):
+                       (page, "found --skip_unsolvable, which is ignored for tasks without tests")):
         path = write(tmp_path / "t.jsonl", [row])
         args = collect.parse_args(["--tasks", str(path), "--agent", "scripted", "--output",
                                    str(tmp_path / "o"), "--skip_unsolvable"])
