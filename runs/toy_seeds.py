@@ -128,18 +128,18 @@ def main(args):
     print({name: table[name] for name in shown})
 
 
-def parse_table_args(description, output, argv):
-    """The command line of a script that makes a table of finished runs."""
+def table_parser(description, output):
+    """The flags of a script that makes a table of finished runs."""
     parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
     parser.add_argument("--output", type=Path, default=Path(output),
                         help="the table as JSON (default: %(default)s)")
-    return parser.parse_args(argv)
+    return parser
 
 
 def parse_args(argv=None):
-    return parse_table_args(__doc__, "runs/out/toy_seeds.json", argv)
+    return table_parser(__doc__, "runs/out/toy_seeds.json").parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Run: pytest tests/test_recipe_tables.py
 """
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 from conftest import episode, run_script
@@ -20,7 +21,7 @@ def write_policy(path, solved, tasks=6):
 
 
 def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
-    root, table = tmp_path / "grid", tmp_path / "grid.json"
+    root, table, picture = tmp_path / "grid", tmp_path / "grid.json", tmp_path / "grid.svg"
     for cell, seeds in {"16-0-200": 2, "256-0.5-800": 1}.items():
         for seed in range(seeds):
             for name, solved in BETTER.items():
@@ -28,7 +29,7 @@ def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
     unfinished = root / "64-0-200/0/test/base.jsonl"
     write_policy(unfinished, 1)
 
-    done = run_script("runs/toy_grid.py", root, "--output", table)
+    done = run_script("runs/toy_grid.py", root, "--output", table, "--picture", picture)
 
     first, second = json.loads(table.read_text())
     assert (first["topics"], first["prior"], first["tasks"], first["seeds"]) == (
@@ -37,6 +38,11 @@ def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
     assert first["gain"]["value"] == pytest.approx(3 / 6)
     assert second["topics"] == 256 and second["seeds"] == ["0"]
     assert "| 16 | 0 | 200 | 2 | 25.0 |" in done.stdout and "| +50.0 [" in done.stdout
+    drawn = ElementTree.parse(picture).getroot()
+    marks = drawn.findall(".//{*}circle")
+    assert len(marks) == 2 * len(first["success_by_seed"])
+    assert {text.text for text in drawn.findall(".//{*}text")} >= {
+        "16 topics, prior 0", "256 topics, prior 0.5", "SWEET-RL", "without information"}
 
 
 def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tmp_path):
