@@ -23,7 +23,7 @@ ablation sweet_no_normalise "${CRITIC_LOSS[@]}" --normalise none
   ablation sweet_lora "${CRITIC_LOSS[@]}" --lora_rank 16 --lr 1e-4
 )
 PAIRING=() # a value is no ratio to a reference, so that zero would say nothing
-ablation sweet_value_head --head value --lr 3e-4
+ablation sweet_value_head "${VALUE_HEAD[@]}"
 
 halves() { # NAME RANKED
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" \

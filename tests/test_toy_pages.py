@@ -9,8 +9,8 @@ from colbench import (
     MAX_TURNS,
     OUTPUT_MARKER,
     agent_messages,
+    agent_prompt_of,
     derive_seed,
-    read_prompt,
     read_tasks,
     split_message,
 )
@@ -171,7 +171,7 @@ def test_the_base_policy_writes_pages_of_the_grammar():
     settings = SpeakerSettings(max_new_tokens=200, device="cpu")
     speaker = load_speaker(str(ROOT / "toy/base_frontend"), settings=settings)
     tasks = read_tasks("toy:frontend:valid", 30)
-    prompt = read_prompt(ROOT / "toy/base_frontend/agent_prompt.txt")
+    prompt = agent_prompt_of(tasks[0], None)
     spoken = speaker.speak([agent_messages(task, [], prompt) for task in tasks], seeds=range(30))
     choices = [choice_of(extract_html(utterances[0].text)) for utterances in spoken]
     assert sum(None not in choice.values() for choice in choices) >= 27
