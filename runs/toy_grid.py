@@ -22,8 +22,15 @@ from report.statistics import compare  # noqa: E402
 from runs.toy_seeds import SCORING, points, table_parser  # noqa: E402
 
 POLICIES = ("base", "rft", "mtdpo", "sweet", "sweet_no_privileged")
-HEADER = ("topics", "base's prior", "tasks", "seeds", "base", "rejection fine-tuning",
-          "multi-turn DPO", "SWEET-RL", "without information", "gained by information")
+LINES = {  # policy -> its name in table and picture, colour (of both colour schemes), dashes
+    "sweet": ("SWEET-RL", "#0072b2", ""),
+    "sweet_no_privileged": ("without information", "#d55e00", "7 3"),
+    "mtdpo": ("multi-turn DPO", "#8f7ee7", "2 3"),
+    "rft": ("rejection fine-tuning", "#009e73", "9 3 2 3"),
+    "base": ("base", "#8b939c", "1 4"),
+}
+HEADER = ("topics", "base's prior", "tasks", "seeds", *(LINES[name][0] for name in POLICIES),
+          "gained by information")
 
 
 def read_cells(root):
@@ -51,13 +58,6 @@ def score_cell(folders):
 # Picture
 
 TASKS = (200, 800, 1500)  # of the horizontal axis
-LINES = {  # policy -> what the legend calls it, colour (of both colour schemes), dashes
-    "sweet": ("SWEET-RL", "#0072b2", ""),
-    "sweet_no_privileged": ("without information", "#d55e00", "7 3"),
-    "mtdpo": ("multi-turn DPO", "#8f7ee7", "2 3"),
-    "rft": ("rejection fine-tuning", "#009e73", "9 3 2 3"),
-    "base": ("base", "#8b939c", "1 4"),
-}
 STYLE = """
   text { font: 13px sans-serif; fill: #1c1e21 }
   .page { fill: #fff } .rule { stroke: #dcdfe3 } .quiet { fill: #5d636b }
@@ -83,12 +83,12 @@ def draw(table):
                      if cell["prior"] == prior and cell["topics"] == number]
             panels.append(f'<g transform="translate({column * WIDTH} {row * HEIGHT})">'
                           f'{draw_panel(cells, f"{number} topics, prior {prior:g}", top)}</g>')
-    width, height = len(topics) * WIDTH, len(priors) * HEIGHT + 50
+    width = max(len(topics) * WIDTH, 690)  # of the panels, or of the legend
+    height = len(priors) * HEIGHT + 50
     legend = "".join(
         f'<line x1="{x}" x2="{x + 26}" y1="{height - 22}" y2="{height - 22}" {stroke(name)}/>'
         f'<text x="{x + 32}" y="{height - 18}">{LINES[name][0]}</text>'
         for name, x in zip(LINES, (10, 125, 300, 440, 615), strict=True))
-    width = max(width, 690)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img">\n'
             "<title>Success on test tasks against the number of training tasks</title>\n"
@@ -141,8 +141,7 @@ def main(args):
                       "seeds": [folder.parent.name for folder in folders],
                       "success_by_seed": success, "gain": gain})
         means = [f"{100 * mean(by_seed):.1f}" for by_seed in success.values()]
-        cells = [topics, f"{prior:g}", f"{tasks:,}", len(folders), *means,
-                 points(gain)]
+        cells = [topics, f"{prior:g}", f"{tasks:,}", len(folders), *means, points(gain)]
         print("| " + " | ".join(str(cell) for cell in cells) + " |")
     args.output.write_text(json.dumps(table, indent=1) + "\n")
     args.picture.write_text(draw(table))
