@@ -2,10 +2,11 @@
 
     python runs/toy_grid.py runs/out/grid
 
-Reads: the test episodes of ROOT/TOPICS-PRIOR-TASKS/SEED. Cells that have not been run are omitted.
-Prints: a table to paste. Writes: runs/out/toy_grid.json with success by seed of every policy, and
-what SWEET-RL gains by training-time information, with its 95 % interval; docs/grid.svg, a panel
-for each world, success against the number of training tasks.
+Reads: the test episodes and the critics' metrics of ROOT/TOPICS-PRIOR-TASKS/SEED. Cells that have
+not been run are omitted.
+Prints: a table to paste. Writes: runs/out/toy_grid.json with success by seed of every policy, what
+SWEET-RL gains by training-time information, with its 95 % interval, and the critics' AUC against
+true credit; docs/grid.svg, a panel for each world, success against the number of training tasks.
 """
 
 import json
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from colbench import read_episodes  # noqa: E402
 from evaluate import score  # noqa: E402
 from report.statistics import compare  # noqa: E402
-from runs.toy_seeds import SCORING, points, table_parser  # noqa: E402
+from runs.toy_seeds import SCORING, credit_aucs, points, table_parser  # noqa: E402
 
 POLICIES = ("base", "rft", "mtdpo", "sweet", "sweet_no_privileged")
 LINES = {  # policy -> its name in table and picture, colour (of both colour schemes), dashes
@@ -29,8 +30,8 @@ LINES = {  # policy -> its name in table and picture, colour (of both colour sch
     "rft": ("rejection fine-tuning", "#009e73", "9 3 2 3"),
     "base": ("base", "#8b939c", "1 4"),
 }
-HEADER = ("topics", "base's prior", "tasks", "seeds", *(LINES[name][0] for name in POLICIES),
-          "gained by information")
+HEADER = ("base's prior", "topics", "tasks", "seeds", *(LINES[name][0] for name in POLICIES),
+          "gained by information", "AUC with", "AUC without")
 
 
 def read_cells(root):
@@ -45,13 +46,20 @@ def read_cells(root):
 
 
 def score_cell(folders):
-    """Success of each policy by seed, and the gain with its interval over tasks and seeds."""
+    """Of the test directories of a cell: success of each policy by seed; what information gains,
+    with its interval over tasks and seeds; the AUC of both critics by seed.
+    """
     episodes = {name: [read_episodes(folder / f"{name}.jsonl") for folder in folders]
                 for name in POLICIES}
     results, values, draws = score(episodes, SCORING)
     gain = compare(values["sweet"], values["sweet_no_privileged"], "success", draws)["difference"]
     success = {name: results["policies"][name]["success_by_seed"] for name in POLICIES}
-    return success, gain
+    aucs = {}
+    for name in ("sweet", "sweet_no_privileged"):
+        metrics = credit_aucs(folder.with_name(f"{name}.critic") / "metrics.jsonl"
+                              for folder in folders)
+        aucs[name] = [seed["credit_auc/all"] for seed in metrics]
+    return success, gain, aucs
 
 
 # -----------------------------------------------------------------------------
@@ -136,12 +144,13 @@ def main(args):
     print("|" + "---|" * len(HEADER))
     table = []
     for (topics, prior, tasks), folders in read_cells(args.root):
-        success, gain = score_cell(folders)
+        success, gain, aucs = score_cell(folders)
         table.append({"topics": topics, "prior": prior, "tasks": tasks,
                       "seeds": [folder.parent.name for folder in folders],
-                      "success_by_seed": success, "gain": gain})
+                      "success_by_seed": success, "gain": gain, "credit_auc": aucs})
         means = [f"{100 * mean(by_seed):.1f}" for by_seed in success.values()]
-        cells = [topics, f"{prior:g}", f"{tasks:,}", len(folders), *means, points(gain)]
+        ranked = [f"{mean(by_seed):.3f}" for by_seed in aucs.values()]
+        cells = [f"{prior:g}", topics, f"{tasks:,}", len(folders), *means, points(gain), *ranked]
         print("| " + " | ".join(str(cell) for cell in cells) + " |")
     args.output.write_text(json.dumps(table, indent=1) + "\n")
     args.picture.write_text(draw(table))

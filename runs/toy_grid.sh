@@ -27,7 +27,7 @@ cell() { # TOPICS PRIOR TASKS SEED
   for name in rft mtdpo sweet sweet_no_privileged; do
     play "$name" "$OUT/$name" "$OUT/test"
   done
-  rm -rf "$OUT"/{episodes.jsonl,rft,mtdpo,sweet,sweet_no_privileged,sweet*.critic}
+  rm -rf "$OUT"/{episodes.jsonl,rft,mtdpo,sweet,sweet_no_privileged} "$OUT"/*.critic/*.safetensors
 }
 sweet() { # PRIVILEGED NAME
   critic "$BASE" "$OUT/$2.critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}" \

@@ -77,10 +77,10 @@ def differences(runs, metric):
     return found
 
 
-def credit_aucs(root, critic):
-    """For each seed, the last value of each `credit_auc/...` in the critic's metrics."""
+def credit_aucs(paths):
+    """For each seed's critic, the last value of each `credit_auc/...` in its metrics.jsonl."""
     found = []
-    for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl")):
+    for path in paths:
         last = {}
         for line in path.read_text().splitlines():
             metrics = json.loads(line)
@@ -118,7 +118,7 @@ def main(args):
     for name, number in table["differences"].items():
         print(f"{name}: {points(number)}")
     for name, critic in CRITICS.items():
-        aucs = credit_aucs(args.root, critic)
+        aucs = credit_aucs(sorted(args.root.glob(f"[0-9]*/{critic}/metrics.jsonl")))
         table[name] = [seed["credit_auc/all"] for seed in aucs if seed]  # pages have no credit
         table[f"{name}_by_kind"] = aucs
     for name, counts in BEST_OF_N.items():

@@ -20,14 +20,23 @@ def write_policy(path, solved, tasks=6):
     write_jsonl(path, rows)
 
 
+def write_critic(folder, *aucs):
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "credit_auc/all": auc}) for step, auc in enumerate(aucs)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+
 def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
     root, table, picture = tmp_path / "grid", tmp_path / "grid.json", tmp_path / "grid.svg"
     for cell, seeds in {"16-0-200": 2, "256-0.5-800": 1}.items():
         for seed in range(seeds):
             for name, solved in BETTER.items():
                 write_policy(root / cell / str(seed) / "test" / f"{name}.jsonl", solved + seed)
-    unfinished = root / "64-0-200/0/test/base.jsonl"
-    write_policy(unfinished, 1)
+            write_critic(root / cell / str(seed) / "sweet.critic", 0.5 + 0.1 * seed, 0.9)
+            write_critic(root / cell / str(seed) / "sweet_no_privileged.critic", 0.6 - 0.1 * seed)
+    write_policy(root / "16-0-200/2/test/base.jsonl", 1)  # a seed and a cell that are unfinished
+    write_critic(root / "16-0-200/2/sweet.critic", 0.9)
+    write_policy(root / "64-0-200/0/test/base.jsonl", 1)
 
     done = run_script("runs/toy_grid.py", root, "--output", table, "--picture", picture)
 
@@ -36,8 +45,10 @@ def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
         16, 0, 200, ["0", "1"])
     assert first["success_by_seed"]["sweet"] == pytest.approx([4 / 6, 5 / 6])
     assert first["gain"]["value"] == pytest.approx(3 / 6)
+    assert first["credit_auc"] == {"sweet": [0.9, 0.9], "sweet_no_privileged": [0.6, 0.5]}
     assert second["topics"] == 256 and second["seeds"] == ["0"]
-    assert "| 16 | 0 | 200 | 2 | 25.0 |" in done.stdout and "| +50.0 [" in done.stdout
+    assert "| 0 | 16 | 200 | 2 | 25.0 |" in done.stdout and "| +50.0 [" in done.stdout
+    assert "] | 0.900 | 0.550 |" in done.stdout
     drawn = ElementTree.parse(picture).getroot()
     marks = drawn.findall(".//{*}circle")
     assert len(marks) == 2 * len(first["success_by_seed"])
@@ -56,9 +67,7 @@ def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tm
         folder = root / "0/test" / name
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps({"policies": policies}))
-    (root / "0/critic").mkdir()
-    (root / "0/critic/metrics.jsonl").write_text(
-        '{"step": 1, "credit_auc/all": 0.5}\n{"step": 2, "credit_auc/all": 0.75}\n')
+    write_critic(root / "0/critic", 0.5, 0.75)
 
     run_script("runs/toy_seeds.py", root, "--output", table)
 
