@@ -27,6 +27,7 @@ cell() { # TOPICS PRIOR TASKS SEED
   for name in rft mtdpo sweet sweet_no_privileged; do
     play "$name" "$OUT/$name" "$OUT/test"
   done
+  # the table needs what is left: the test episodes and the critics' metrics
   rm -rf "$OUT"/{episodes.jsonl,rft,mtdpo,sweet,sweet_no_privileged} "$OUT"/*.critic/*.safetensors
 }
 sweet() { # PRIVILEGED NAME

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from colbench import read_episodes  # noqa: E402
+from colbench import read_episodes, read_jsonl  # noqa: E402
 from evaluate import ScoreSettings, score  # noqa: E402
 from report.statistics import compare  # noqa: E402
 from report.tables import lines_of, main_metric, policy_table  # noqa: E402
@@ -82,8 +82,7 @@ def credit_aucs(paths):
     found = []
     for path in paths:
         last = {}
-        for line in path.read_text().splitlines():
-            metrics = json.loads(line)
+        for _, metrics in read_jsonl(path):
             last |= {key: value for key, value in metrics.items() if "credit_auc" in key}
         found.append(last)
     return found

@@ -22,8 +22,8 @@ def write_policy(path, solved, tasks=6):
 
 def write_critic(folder, *aucs):
     folder.mkdir(parents=True)
-    lines = [json.dumps({"step": step, "credit_auc/all": auc}) for step, auc in enumerate(aucs)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    rows = [{"step": step, "credit_auc/all": auc} for step, auc in enumerate(aucs)]
+    write_jsonl(folder / "metrics.jsonl", rows)
 
 
 def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
