@@ -65,7 +65,6 @@ def score_cell(folders):
 # -----------------------------------------------------------------------------
 # Picture
 
-TASKS = (200, 800, 1500)  # of the horizontal axis
 STYLE = """
   text { font: 13px sans-serif; fill: #1c1e21 }
   .page { fill: #fff } .rule { stroke: #dcdfe3 } .quiet { fill: #5d636b }
@@ -82,6 +81,7 @@ def draw(table):
     """The grid as SVG: a row of panels for each prior of the base, a column for each world."""
     priors = sorted({cell["prior"] for cell in table})
     topics = sorted({cell["topics"] for cell in table})
+    counts = sorted({cell["tasks"] for cell in table})
     highest = max(mean(by_seed) for cell in table for by_seed in cell["success_by_seed"].values())
     top = math.ceil(highest * 10) / 10
     panels = []
@@ -90,7 +90,8 @@ def draw(table):
             cells = [cell for cell in table
                      if cell["prior"] == prior and cell["topics"] == number]
             panels.append(f'<g transform="translate({column * WIDTH} {row * HEIGHT})">'
-                          f'{draw_panel(cells, f"{number} topics, prior {prior:g}", top)}</g>')
+                          f'{draw_panel(cells, f"{number} topics, prior {prior:g}", counts, top)}'
+                          "</g>")
     width = max(len(topics) * WIDTH, 690)  # of the panels, or of the legend
     height = len(priors) * HEIGHT + 50
     legend = "".join(
@@ -104,11 +105,11 @@ def draw(table):
             + "\n".join([*panels, legend]) + "\n</svg>\n")
 
 
-def draw_panel(cells, title, top):
-    """Success of each policy against the number of training tasks, from 0 to `top`."""
+def draw_panel(cells, title, counts, top):
+    """Success of each policy, from 0 to `top`, against the number of tasks, one of `counts`."""
     def x(tasks):
-        step = (WIDTH - LEFT - RIGHT - 40) / (len(TASKS) - 1)
-        return LEFT + 20 + step * TASKS.index(tasks)
+        step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(counts) - 1)
+        return LEFT + 20 + step * counts.index(tasks)
 
     def y(success):
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * success / top
@@ -118,7 +119,7 @@ def draw_panel(cells, title, top):
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(share):.1f}" '
                      f'y2="{y(share):.1f}"/><text class="quiet" x="{LEFT - 6}" '
                      f'y="{y(share) + 4:.1f}" text-anchor="end">{100 * share:.0f} %</text>')
-    for tasks in TASKS:
+    for tasks in counts:
         parts.append(f'<text class="quiet" x="{x(tasks):.1f}" y="{HEIGHT - 6}" '
                      f'text-anchor="middle">{tasks:,}</text>')
     for name in LINES:

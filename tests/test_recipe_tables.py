@@ -28,7 +28,7 @@ def write_critic(folder, *aucs):
 
 def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
     root, table, picture = tmp_path / "grid", tmp_path / "grid.json", tmp_path / "grid.svg"
-    for cell, seeds in {"16-0-200": 2, "256-0.5-800": 1}.items():
+    for cell, seeds in {"16-0-200": 2, "256-0.5-300": 1}.items():
         for seed in range(seeds):
             for name, solved in BETTER.items():
                 write_policy(root / cell / str(seed) / "test" / f"{name}.jsonl", solved + seed)
