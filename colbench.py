@@ -43,7 +43,8 @@ from pathlib import Path
 
 from judge.browser import Browser, PageError
 from judge.pages import (
-    ClipReward, extract_html, grade_page, graded_page, last_page, official_addresses)
+    ClipReward, extract_html, grade_page, graded_page, last_page, official_addresses,
+    solution_page)
 from judge.sandbox import (
     ANSWER_MARKER, SECOND_LINES, SOLUTION_FAILED, Judge, check_solutions)
 
@@ -372,7 +373,7 @@ class FrontendReferee(Referee):
 
     def _page_view(self, task, history, prompt):
         page = self._picture(last_page(history))
-        solution = self._picture(extract_html(task["ground_truth"]))
+        solution = self._picture(solution_page(task["ground_truth"]))
         return human_page_messages(task, history, page, solution, prompt)
 
     def _picture(self, page):

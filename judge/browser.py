@@ -6,7 +6,8 @@
   - script is off;
   - no request leaves this machine: Tailwind's style sheet and placeholder pictures are answered
     from here, every other request fails, and below that the network is closed by flags;
-  - files stay hidden, as a page is written into about:blank and not opened as a file;
+  - files stay hidden, as a page comes from an http address and is not opened as a file;
+  - a page is a document of its own, of which nothing is left when the next one is drawn;
   - a page has limits of time, size and height, and whatever it does to Chromium ends with it:
     after an error the next page gets a new Chromium.
 
@@ -32,6 +33,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -56,6 +58,8 @@ CHROMIUM_FLAGS = [
     "--disable-background-networking",
     "--disable-breakpad",
     "--disable-dev-shm-usage",
+    # Documents that were left are not kept, and http addresses stay as they are.
+    "--disable-features=BackForwardCache,HttpsUpgrades",
     # Browser answers or fails every request. These close the network for what never becomes a
     # request there (preconnect, DNS prefetch): no host name resolves, and the proxy, for loopback
     # addresses too, is a closed port.
@@ -264,9 +268,6 @@ class Browser:
         self.pages_left -= 1
         self.devtools.set_deadline(self.seconds_per_page)
         try:
-            if self.navigated:
-                # The page before tried to navigate. A delayed refresh would hit this one instead.
-                self._open_page()
             return self._draw(html)
         except PageError:
             self.close()  # whatever the page did to Chromium ends here
@@ -289,7 +290,6 @@ class Browser:
         self.close()
         self.devtools = DevTools([*CHROMIUM_FLAGS, NO_SCRIPT], self._handle_event)
         self.devtools.set_deadline(START_SECONDS)
-        self.context = None
         self.pages_left = self.pages_per_start
         self.starts += 1
         try:
@@ -303,17 +303,8 @@ class Browser:
             ) from error
 
     def _open_page(self):
-        """A new page in a context of its own. It serves many documents, which share nothing.
-
-        Without script, a document leaves nothing behind for the next one.
-        """
         devtools = self.devtools
-        self.navigated = False
-        devtools.session = None
-        if self.context:
-            devtools.call("Target.disposeBrowserContext", browserContextId=self.context)
-        self.context = devtools.call("Target.createBrowserContext")["browserContextId"]
-        devtools.open_page(browserContextId=self.context)
+        devtools.open_page()
         devtools.call("Page.enable")
         devtools.call("Fetch.enable")
         devtools.call("Emulation.setScriptExecutionDisabled", value=True)
@@ -324,14 +315,15 @@ class Browser:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.frame = devtools.call("Page.getFrameTree")["frameTree"]["frame"]["id"]
 
     def _draw(self, html):
         devtools = self.devtools
-        self.loaded = False
-        # Written into the same blank document each time: Chromium then keeps the 3 MB style sheet
-        # parsed.
-        devtools.call("Page.setDocumentContent", frameId=self.frame, html=settled_page(html))
+        # Each page is a new document: a <meta> would stay in force in one that is written again.
+        # No page can guess the address of the next one. One host for all keeps them fast.
+        self.address = f"http://page.invalid/{secrets.token_hex(8)}"
+        self.html = settled_page(html)
+        self.arrived = self.loaded = False
+        devtools.call("Page.navigate", url=self.address)
         while not self.loaded:
             devtools.wait()
         height = devtools.call("Page.getLayoutMetrics")["cssContentSize"]["height"]
@@ -352,18 +344,18 @@ class Browser:
             self._answer_request(parameters["requestId"], address, parameters["resourceType"])
         elif method == "Inspector.targetCrashed":
             raise PageError("the page crashed")
+        elif method == "Page.frameNavigated":
+            self.arrived = self.arrived or parameters["frame"]["url"] == self.address
         elif method == "Page.loadEventFired":
-            self.loaded = True
-        elif method in (
-            "Page.frameScheduledNavigation",
-            "Page.frameRequestedNavigation",
-            "Page.frameNavigated",
-        ):
-            self.navigated = True
+            self.loaded = self.arrived  # and not that of an earlier page
 
     def _answer_request(self, request, address, kind):
-        """Answer a page's request from our own files, or fail it. Only data: addresses pass."""
-        if TAILWIND_ADDRESS.match(address):
+        """Answer a request from here, or fail it. Only data: addresses pass."""
+        if address == self.address and self.html is not None:
+            page, self.html = self.html, None  # a page that asks for its own address gets nothing
+            body = base64.b64encode(page.encode()).decode()
+            self._fulfil(request, "text/html; charset=utf-8", body)
+        elif TAILWIND_ADDRESS.match(address):
             self._fulfil(request, "text/css", self.stylesheet)
         elif PICTURE_HOST.match(address):
             picture = base64.b64encode(placeholder_picture(address)).decode()

@@ -61,6 +61,14 @@ def graded_page(answer, history):
     return extract_html(answer) or last_page(history)
 
 
+def solution_page(solution):
+    """A task's solution as it is drawn: cut out as answers are, so that an equal one has reward 1.
+
+    A solution without <html> and <body> is drawn whole.
+    """
+    return extract_html(solution) or official_addresses(solution)
+
+
 # -----------------------------------------------------------------------------
 # The reward
 
@@ -79,7 +87,7 @@ def grade_page(task, answer, draw, clip=None):
     except PageError as error:
         return Grade(0.0, None, {"page": str(error)})
     try:
-        solution = draw(official_addresses(task["ground_truth"]))
+        solution = draw(solution_page(task["ground_truth"]))
     except PageError as error:
         return Grade(0.0, None, {"solution": str(error)})
     if clip:

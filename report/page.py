@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from colbench import DOMAINS, MAX_TURNS, ResumableJsonl, counted, lacks_answer
 from judge.browser import Browser
-from judge.pages import extract_html, graded_page, open_picture
+from judge.pages import graded_page, open_picture, solution_page
 from judge.sandbox import SOLUTION_FAILED
 from report.statistics import wilson
 from report.tables import heading, main_metric
@@ -537,7 +537,7 @@ def add_screenshots(episodes, browser):
     for episode in episodes:
         pages = {
             "screenshot": graded_page(episode["answer"], episode["dialogue_history"]),
-            "solution_screenshot": extract_html(episode["task"]["ground_truth"]),
+            "solution_screenshot": solution_page(episode["task"]["ground_truth"]),
         }
         for key, html in pages.items():
             picture = draw(html)

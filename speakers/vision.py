@@ -14,7 +14,7 @@ import transformers
 
 from colbench import DOMAINS, critic_messages, first_request, render
 from judge.browser import Browser
-from judge.pages import extract_html, open_picture
+from judge.pages import open_picture, solution_page
 from speakers.interface import Utterance
 from speakers.local import (
     default_device,
@@ -184,14 +184,14 @@ class VisionSpeaker:
 class Sight:
     """What a vision-language critic reads with: its processor, and a browser for solution pages.
 
-    `privileged` is the critic's flag; with "none", nothing is drawn and no browser is opened.
+    `privileged` is the critic's flag. The browser opens with the first page: functions, and a
+    critic that sees no solution, need none.
     """
 
     def __init__(self, path, privileged):
         self.processor, self.privileged = load_processor(path), privileged
-        self.draw = None
-        if privileged != "none":
-            self.draw = functools.cache(Browser().picture)  # draws every solution page once
+        self.browser = None
+        self.draw = functools.cache(self._draw)  # draws every solution page once
         # rows of a task, and candidates of a state, come one after the other: few are enough
         self.read = functools.lru_cache(8)(self._read)
 
@@ -209,11 +209,16 @@ class Sight:
     def _read(self, domain, solution, opening):
         messages = [{"role": role, "content": content} for role, content in opening]
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
-        if self.draw is not None and DOMAINS[domain].pages:
-            picture = self.draw(extract_html(solution))
+        if self.privileged != "none" and DOMAINS[domain].pages:
+            picture = self.draw(solution_page(solution))
         task = {"domain": domain, "ground_truth": solution}
         seen = critic_messages(task, messages, self.privileged, picture)
         return picture_inputs(self.processor, [seen])
+
+    def _draw(self, page):
+        if self.browser is None:
+            self.browser = Browser()
+        return self.browser.picture(page)
 
 
 def vision_value_class(path):

@@ -347,7 +347,8 @@ def attack(browser, address):
     answer_request = browser._answer_request
 
     def counted(request, url, kind):
-        tried.append(url)
+        if url != browser.address:
+            tried.append(url)
         answer_request(request, url, kind)
 
     browser._answer_request = counted
@@ -374,8 +375,13 @@ def test_hostile_pages_reach_neither_loopback_nor_the_outside():
 def test_flags_close_the_network_where_requests_pass_and_without_them_the_attacks_arrive(
     monkeypatch, open_network
 ):
+    answer_request = Browser._answer_request
+
     def let_through(browser, request, address, kind):
-        browser.devtools.send("Fetch.continueRequest", requestId=request)
+        if address == browser.address:
+            answer_request(browser, request, address, kind)
+        else:
+            browser.devtools.send("Fetch.continueRequest", requestId=request)
 
     monkeypatch.setattr(Browser, "_answer_request", let_through)
     if open_network:
@@ -399,6 +405,27 @@ def test_pages_do_not_show_files_of_this_machine(browser, tmp_path):
     for page in pages:
         colours = open_picture(browser.render(page)).getcolors(1 << 24)
         assert colour not in {seen for _, seen in colours}
+
+
+LASTING = [
+    """<meta http-equiv="Content-Security-Policy" content="default-src 'none'">""",
+    """<meta http-equiv="Content-Security&#45;Policy" content="style-src 'none'; img-src 'none'">""",
+    '<meta name="color-scheme" content="dark"><meta name="viewport" content="width=300">',
+    '<meta http-equiv="content-language" content="zh"><base href="http://example.org/">',
+    '<style title="other">p { color: green }</style>',
+    '<style>html { scroll-snap-type: y mandatory } p { scroll-snap-align: start }</style>'
+    '<div style="height: 3000px"></div><p>below</p><input autofocus>',
+]
+
+
+@pytest.mark.parametrize("lasting", LASTING)
+def test_nothing_of_a_page_is_left_when_the_next_one_is_drawn(browser, lasting):
+    picture = '<img src="https://picsum.photos/300/200">'
+    title = '<style title="main">h1 { position: fixed; top: 300px }</style>'
+    page = PAGE.replace("</h1>", f"</h1>{picture}{title}<input autofocus>")
+    wanted = browser.render(page)
+    browser.render(f"<html><head>{lasting}</head><body>first</body></html>")
+    assert browser.render(page) == wanted
 
 
 def test_a_page_that_leaves_later_does_not_change_the_next_one(browser):

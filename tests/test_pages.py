@@ -205,6 +205,14 @@ def test_answers_without_a_page_score_zero_and_say_so(browser):
     assert grades[2] == Grade(1.0, None, {"page": "rendered"})
 
 
+def test_an_answer_equal_to_the_solution_scores_one_whatever_stands_around_its_html(browser):
+    wide = '<div style="height: 50%; background: red">half</div>'  # half of what, a doctype decides
+    solution = f"<!DOCTYPE html>\n<html><body>{wide}</body></html>\n"
+    answer = f"<html><body>{wide}</body></html>"
+    assert grade_page({"ground_truth": solution}, solution, browser.render).reward == 1.0
+    assert grade_page({"ground_truth": wide}, answer, browser.render).reward == 1.0
+
+
 def test_a_solution_that_cannot_be_drawn_is_named_as_the_reason(browser):
     task = {"ground_truth": "x" * 10**6}
     grade = grade_page(task, PAGE, browser.render)

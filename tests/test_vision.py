@@ -364,6 +364,14 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
             assert torch.allclose(other[name], value, atol=1e-5), name
 
 
+def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monkeypatch):
+    monkeypatch.setenv("CHROMIUM", "/nowhere/chromium")
+    sight = Sight(tiny_vision, "ground_truth")
+    task = {"domain": "backend", "ground_truth": "def f(x): return 2 * x"}
+    inputs = sight.opening_reader(task, [{"role": "user", "content": "double a number"}])()
+    assert "return 2 * x" in sight.processor.tokenizer.decode(inputs["input_ids"][0])
+
+
 @needs_chromium
 def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny_vision, tmp_path):
     process = Process(0, 1, "cpu")
