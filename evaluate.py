@@ -191,7 +191,8 @@ def score(policies, settings):
             "seeds": len(runs), "episodes": sum(len(run) for run in runs),
             "success_by_seed": [mean_or_none(run) for run in tables["success"]],
             "reward_by_seed": [mean_or_none(run) for run in tables["reward"]],
-            "best_of_n": runs[0][0].get("best_of_n"), "scorer": runs[0][0].get("scorer"),
+            "agent": runs[0][0]["agent"], "best_of_n": runs[0][0].get("best_of_n"),
+            "scorer": runs[0][0].get("scorer"),
             "errors": Counter(episode["error"] for run in runs for episode in run
                               if episode["error"]),
             "numbers": {key: interval(table, run_draws, task_draws, limits_of(key))
@@ -258,6 +259,8 @@ class BestOfN:
             best = yield from self.scorer.best(request.messages, candidates)
         else:
             best = best_by_critic(self.scorer, request, candidates)
+        if isinstance(best, SpeakerError):
+            return best  # the first candidate would pass for the best of N
         return [candidates[best]]
 
 
@@ -281,7 +284,10 @@ class GraderModel:
         self.speaker = load_speaker(spec, "grader", settings)
 
     def best(self, messages, candidates):
-        """The index of the candidate that it names, 0 if it names none; a generator."""
+        """The index of the candidate that it names, 0 if it names none, or a SpeakerError.
+
+        A generator, for collect.interleave.
+        """
         dialogue = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
         listed = "\n".join(f"[{number}] {candidate.text}"
                            for number, candidate in enumerate(candidates, 1))
@@ -293,7 +299,7 @@ class GraderModel:
         answer = yield from reply_of(
             self.speaker, Request([{"role": "user", "content": question}]))
         if isinstance(answer, SpeakerError):
-            return 0
+            return SpeakerError(f"grader: {answer}")
         number = re.search(r"\d+", answer[0].text)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
@@ -339,7 +345,10 @@ def roll_out(args, process):
     policies = {}
     for name, count in rollout_names(args).items():
         path = rollout_path(args, name)
-        claim_rollout(f"{path}.run.json", vars(args), process)
+        flags = dict(vars(args))
+        if not args.best_of_n:  # then the critic is the report's alone
+            del flags["critic"], flags["critic_model"]
+        claim_rollout(f"{path}.run.json", flags, process)
         wrap_agent = None
         notes = settings.notes
         if args.best_of_n:

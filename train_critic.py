@@ -1036,12 +1036,14 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
 def check_training_flags(parser, args):
     require_at_least(1, args, "batch_size", "micro_batch_size", "epochs", "max_length",
                      "max_steps", "length_window")
-    require_at_least(0, args, "lr", "beta", "nll", "margin", "max_norm", "success_reward",
-                     "checkpointing_every", "save_minutes", "lora_rank")
+    require_at_least(0, args, "lr", "beta", "nll", "margin", "success_reward", "checkpointing_every",
+                     "save_minutes", "lora_rank")
     if not args.lora_rank:
         refuse_ignored(parser, args, ("lora_alpha", "lora_targets"), "without --lora_rank")
-    elif args.lora_alpha is not None and not 0 < args.lora_alpha < math.inf:
-        raise SystemExit(f"found --lora_alpha {args.lora_alpha}, expected a number above 0")
+    for name in ("lora_alpha", "max_norm"):  # with 0, nothing would be trained
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise SystemExit(f"found --{name} {value}, expected a number above 0")
     for name in ("warmup", "holdout"):
         if not 0 <= getattr(args, name, 0) < 1:
             raise SystemExit(f"found --{name} {getattr(args, name)}, expected a share of at least 0"

@@ -289,7 +289,7 @@ def turn_charts(episodes):
             for turn, advantage in enumerate(finite(episode.get("advantages")), 1):
                 if advantage is not None:
                     by_turn[turn].append(advantage)
-        points = [mean_point(turn, values) for turn, values in sorted(by_turn.items())]
+        points = [rounded([turn, numpy.mean(values)]) for turn, values in sorted(by_turn.items())]
         if points:
             lines.append({"name": name, "points": points})
     if not lines:
@@ -298,15 +298,8 @@ def turn_charts(episodes):
                   x={"title": "turn", "whole": True}, y={"title": "mean advantage"})]
 
 
-def mean_point(x, values):
-    """[x, mean, low, high] with a normal 95 % interval."""
-    mean = numpy.mean(values)
-    reach = 1.96 * numpy.std(values) / math.sqrt(len(values))
-    return rounded([x, mean, mean - reach, mean + reach])
-
-
 def share_point(x, shares):
-    """[x, %, low, high] of shares between 0 and 1, with Wilson's interval."""
+    """[x, %, low, high] of the tasks' shares between 0 and 1, with Wilson's interval."""
     share = numpy.mean(shares)
     return rounded([x, *(100 * value for value in (share, *wilson(share, len(shares))))])
 
@@ -355,16 +348,18 @@ def turn_limit_chart(episodes, metric):
 
 
 def best_of_n_chart(policies, numbers, text):
-    """The main number by N, a line for each scorer."""
+    """The main number by N, a line for each agent and scorer."""
     curves = defaultdict(list)
     for name, number in numbers.items():
-        count = policies[name]["best_of_n"]
+        count, agent = policies[name]["best_of_n"], policies[name]["agent"]
         if count:
             percents = [100 * number[key] for key in ("value", "low", "high")]
-            curves[policies[name]["scorer"] or name].append(rounded([count, *percents]))
+            curves[agent, policies[name]["scorer"] or name].append(rounded([count, *percents]))
     if not curves:
         return []
-    lines = [{"name": scorer, "points": sorted(points)} for scorer, points in curves.items()]
+    several = len({agent for agent, _ in curves}) > 1
+    lines = [{"name": f"{agent}, {scorer}" if several else scorer, "points": sorted(points)}
+             for (agent, scorer), points in curves.items()]
     counts = sorted({point[0] for line in lines for point in line["points"]})
     x = {"title": "candidates (N), logarithmic", "log": True, "values": counts}
     return [chart("results", "lines", f"{text} by number of candidates", lines=lines, x=x,
@@ -389,10 +384,9 @@ def critic_chart(run):
     """How often a critic is right on held-out tasks; None of a run that trained no critic."""
     last, rows = run.last, []
     if "holdout/accuracy" in last:
-        share, count = last["holdout/accuracy"], last["holdout/pairs"]
-        low, high = wilson(share, count)
-        rows.append({"name": f"held-out pairs of dialogues ({count})", "value": 100 * share,
-                     "low": 100 * low, "high": 100 * high})
+        # without an interval, as the pairs of a task are not independent
+        rows.append({"name": f"held-out pairs of dialogues ({last['holdout/pairs']})",
+                     "value": 100 * last["holdout/accuracy"]})
     for kind, name in AUC_ROWS.items():
         if f"credit_auc/{kind}" in last:
             rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
@@ -416,7 +410,8 @@ def calibration_chart(episodes):
     if bins < 2:
         return None
     groups = numpy.array_split(numpy.array(sorted(scored), float), bins)
-    points = [share_point(group[:, 0].mean(), group[:, 1]) for group in groups]
+    # without intervals, as the turns of a dialogue are not independent
+    points = [rounded([group[:, 0].mean(), 100 * group[:, 1].mean()]) for group in groups]
     return chart("critic", "lines", "Advantage against true credit",
                  lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
                  x={"title": f"critic's advantage, mean of each of {bins} equal groups"},

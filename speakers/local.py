@@ -50,6 +50,7 @@ class LocalSpeaker:
             tokenizer = load_tokenizer(path)
         if model is None:
             model = load_model(path, self.device, dtype=settings.dtype)
+        refuse_recurrent(model, path)
         self.tokenizer, self.model = tokenizer, model.eval()
         self.temperature = settings.temperature
         self.max_new_tokens = settings.max_new_tokens
@@ -140,13 +141,17 @@ class LocalSpeaker:
     def _read(self, prompts, caches):
         """Prefill: a cache of all prompts, its mask (R, T), and the next token's logits (R, V).
 
-        Only tokens that no kept cache holds are computed. Kept and new tokens are both padded on
-        the left, so a row looks like this:
+        Only tokens that no kept cache holds are computed, equally many in each row. A row with
+        fewer reads some of its kept tokens again: padding within a row would use up a sliding
+        window. So a row looks like this, and short ones have padding after the bar, too:
 
-            padding  kept tokens | padding  new tokens
+            padding  kept tokens | new tokens
         """
         counts = [0 if kept is None else common_prefix(ids, kept.ids)
                   for ids, kept in zip(prompts, caches, strict=True)]  # tokens that are reused
+        most_new = max(len(ids) - count for ids, count in zip(prompts, counts, strict=True))
+        counts = [max(0, min(count, len(ids) - most_new))
+                  for ids, count in zip(prompts, counts, strict=True)]
         new_ids = [ids[count:] for ids, count in zip(prompts, counts, strict=True)]
         past = max(counts)
         width = past + max(len(ids) for ids in new_ids)
@@ -166,6 +171,18 @@ class LocalSpeaker:
     def _utterance(self, sample):
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
         return Utterance(text, sample.finished)
+
+
+def refuse_recurrent(model, path):
+    """Rows are padded and join and leave a batch, which keys and values allow; a state does not."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    recurrent = sorted(kind for kind in kinds if not kind.endswith("_attention")
+                       or kind == "linear_attention")
+    if recurrent or model._is_stateful:
+        raise SystemExit(f"{path}: found a model with recurrent layers"
+                         f" ({', '.join(recurrent) or type(model).__name__}), expected one of"
+                         " attention layers alone to sample from; serve it and give the server's"
+                         " address")
 
 
 # -----------------------------------------------------------------------------

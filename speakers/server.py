@@ -20,6 +20,7 @@ from speakers.interface import Request, SpeakerError, Utterance
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
 TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a retry
+REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 WRONG_ADDRESS_STATUS = (401, 403, 404)  # before any answer: the key, the path, the model's name
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
@@ -180,7 +181,7 @@ class ServerSpeaker:
                 raise Unavailable(reason, retry_after(error)) from None
             if error.code in WRONG_ADDRESS_STATUS:
                 raise WrongAddress(reason) from None
-            raise SpeakerError(reason, refused=error.code == 400) from None
+            raise SpeakerError(reason, refused=error.code in REFUSED_STATUS) from None
 
     def _detail(self, error):
         """The beginning of an error's body, without the API key, which some servers repeat."""

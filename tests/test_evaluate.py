@@ -502,7 +502,6 @@ def test_best_of_n_passes_an_error_of_the_speaker_on():
     ([Utterance("Candidate 2.", True)], "1"),
     ([Utterance("3", True)], "0"),
     ([Utterance("none", True)], "0"),
-    (SpeakerError("server gone"), "0"),
 ])
 def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
         monkeypatch, answer, chosen):
@@ -516,6 +515,17 @@ def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
     best = evaluate.BestOfN(FixedSpeaker(), grader, 2)
     request = Request([{"role": "user", "content": "p"}])
     assert reply(best, request) == [Utterance(chosen, True)]
+
+
+def test_a_grader_that_fails_stops_the_dialogue_and_does_not_choose_the_first(monkeypatch):
+    class Failing:
+        def speak(self, *arguments):
+            return [SpeakerError("HTTP 400")]
+
+    monkeypatch.setattr(evaluate, "load_speaker", lambda *arguments: Failing())
+    best = evaluate.BestOfN(FixedSpeaker(), evaluate.GraderModel("some/model", None), 2)
+    said = reply(best, Request([{"role": "user", "content": "p"}]))
+    assert isinstance(said, SpeakerError) and str(said) == "grader: HTTP 400"
 
 
 # -----------------------------------------------------------------------------

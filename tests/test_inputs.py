@@ -250,7 +250,7 @@ VALUES = [
     "None", "0.5", "[]", "\0", "toy", "toy:backend", "http://", "--beta",
 ]
 MAY_BE_ZERO = (
-    "warmup", "holdout", "nll", "beta", "lr", "margin", "max_norm", "seed", "success_reward",
+    "warmup", "holdout", "nll", "beta", "lr", "margin", "seed", "success_reward",
     "temperature", "human_temperature", "leak_threshold", "lora_rank", "save_minutes",
     "checkpointing_every",
 )

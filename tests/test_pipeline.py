@@ -131,6 +131,10 @@ def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
                      "--draws", 500)
     assert "sweet-best-of-2" in again.stdout and lines(played) == before
     assert before[0]["best_of_n"] == 2
+    # without N a critic only shows its advantages: what has been played without it is enough
+    evaluate(tmp_path / "test", policy, 2)
+    done = evaluate(tmp_path / "test", policy, 2, "--critic", critic, "--report", report)
+    assert f"report: {report}" in done.stdout
 
 
 # -----------------------------------------------------------------------------

@@ -354,7 +354,7 @@ def test_critic_is_measured_on_held_out_pairs_by_kind_and_against_true_credit(br
     assert titles == ["critic: the better one ranked higher, %", "Advantage against true credit"]
     values = browser.each("#critic figure:first-of-type tbody tr",
                           "[...e.cells].map(cell => cell.textContent.trim())")
-    assert values == [["held-out pairs of dialogues (50)", "90.0 [78.6, 95.7]"],
+    assert values == [["held-out pairs of dialogues (50)", "90.0"],
                       ["AUC, any two candidates", "95.0"], ["AUC, two questions", "75.0"]]
     colours = browser.each("#critic .line, #results figure:first-of-type rect",
                            "getComputedStyle(e)[e.tagName === 'rect' ? 'fill' : 'stroke']")
@@ -546,6 +546,16 @@ def test_best_of_n_curve_comes_from_policies_that_name_their_candidates(browser,
     places = dict(browser.each(labels, "[e.textContent, e.x.baseVal[0].value]"))
     assert [places["1"], places["2"], places["4"]] == pytest.approx([first, second, third])
     assert browser.complaints() == []
+
+
+def test_best_of_n_has_a_curve_for_each_agent_of_one_critic(browser, tmp_path):
+    policies = {f"{agent}-{n}": [episode(0, 0, best_of_n=n, scorer="critic", agent=agent)]
+                for agent in ("base", "sweet") for n in (1, 4)}
+    browser.open(write_report(tmp_path, **policies).as_uri())
+    chart = "#results figure:last-of-type"
+    names = browser.each(f"{chart} tbody tr", "e.cells[0].textContent.trim()")
+    assert sorted(names) == ["base, critic"] * 2 + ["sweet, critic"] * 2
+    assert browser.each(f"{chart} > svg .line", "[...e.points].length") == [2, 2]
 
 
 def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_path):

@@ -248,18 +248,20 @@ def test_every_fault_is_survived_and_changes_no_text(impatient, fault):
 class Refusing(Handler):
     """Finds every request wrong, and counts them."""
 
-    calls = 0
+    calls, status = 0, 400
 
     def do_POST(self):
         self.body()
         with self.server.lock:
             Refusing.calls += 1
-        self.reply(400, b"too long")
+        self.reply(Refusing.status, b"too long")
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
-        impatient, monkeypatch):
+        impatient, monkeypatch, status):
     monkeypatch.setattr(Refusing, "calls", 0)
+    monkeypatch.setattr(Refusing, "status", status)
     with running(echo) as server:
         server.RequestHandlerClass = Refusing
         speaker = load_speaker(server.url)
@@ -267,7 +269,7 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
             errors = speaker.speak(CONVERSATIONS)
             for error in errors:
                 assert isinstance(error, SpeakerError) and error.refused
-                assert "HTTP 400: too long" in str(error)
+                assert f"HTTP {status}: too long" in str(error)
     assert Refusing.calls == 80
 
 

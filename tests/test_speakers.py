@@ -141,6 +141,29 @@ def test_a_kept_cache_changes_no_greedy_token_and_only_new_tokens_are_read():
     assert max(widths) < max(len(ids) for ids in prompts) / 2
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_a_kept_dialogue_continues_alike_however_much_is_new_in_the_others(family):
+    talker = speaker(family=family)
+    generator = torch.Generator().manual_seed(0)
+    first, second, more = (torch.randint(0, 200, (length,), generator=generator).tolist()
+                           for length in (60, 40, 30))
+    with torch.inference_mode():
+        caches = []
+        for ids in (first, second):
+            cache, mask, _ = talker._read([ids], [None])
+            caches.append(speakers.local.kept_cache(ids, cache, mask[0], 0))
+        prompts = [first + [5, 6, 7], second + more]
+        _, _, logits = talker._read(prompts, caches)
+        for ids, found in zip(prompts, logits, strict=True):
+            alone = talker.model(input_ids=torch.tensor([ids])).logits[0, -1]
+            assert torch.allclose(found, alone, atol=1e-4)
+
+
+def test_a_model_with_recurrent_layers_is_refused_with_a_sentence():
+    with pytest.raises(SystemExit, match=r"recurrent layers \(linear_attention\), .*; serve it"):
+        speaker(family="qwen3_5_text")
+
+
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
     talker = speaker(max_new_tokens=2, batch_size=3)
     for key in "abcd":
