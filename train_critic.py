@@ -1036,8 +1036,8 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
 def check_training_flags(parser, args):
     require_at_least(1, args, "batch_size", "micro_batch_size", "epochs", "max_length",
                      "max_steps", "length_window")
-    require_at_least(0, args, "lr", "beta", "nll", "margin", "success_reward", "checkpointing_every",
-                     "save_minutes", "lora_rank")
+    require_at_least(0, args, "lr", "beta", "nll", "margin", "success_reward",
+                     "checkpointing_every", "save_minutes", "lora_rank")
     if not args.lora_rank:
         refuse_ignored(parser, args, ("lora_alpha", "lora_targets"), "without --lora_rank")
     for name in ("lora_alpha", "max_norm"):  # with 0, nothing would be trained

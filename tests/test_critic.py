@@ -414,6 +414,20 @@ def test_candidates_that_are_too_long_for_one_pack_fill_several_with_the_same_sc
     assert torch.allclose(whole, in_parts, atol=1e-10)
 
 
+def test_long_candidates_fill_packs_of_few_scored_tokens_with_the_same_scores(monkeypatch):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer).double()
+    rows = candidate_rows(reader_of(tokenizer), dialogue("t"), CANDIDATES)
+    whole, _ = turn_sums(model, rows)
+    longest = max(len(row.ids) - row.prompt_length for row in rows)
+    monkeypatch.setattr("training.packing.SCORED_LIMIT", longest + 1)
+    parts = pack_rows(rows)
+    scored = [sum(turn >= 0 for turn in pack.turn_index) for pack in parts]
+    assert 1 < len(parts) and max(scored) <= longest + 1
+    assert [row for pack in parts for row in pack.rows] == rows
+    assert torch.allclose(whole, turn_sums(model, rows)[0], atol=1e-10)
+
+
 def test_no_candidate_sees_another():
     rows = [Row([0] * 4, [-1, -1, 0, 0], 1, prompt_length=2),
             Row([0] * 5, [-1, -1, 0, 0, 0], 1, prompt_length=2)]

@@ -14,6 +14,8 @@ from speakers.attention import use_attention
 
 # A pack may be as long as the longest dialogue by default; its mask grows with the square
 PACK_LIMIT = 8192
+# Agent tokens of a pack at most: each has logits over the vocabulary, 8 bytes an entry when scored
+SCORED_LIMIT = 2048
 
 
 def in_packs(forward_packs, model, rows, packs_at_once=None):
@@ -60,9 +62,10 @@ class Pack:
     def admits(self, row, limit):
         """Whether the row continues the pack's prompt and fits."""
         length = row.prompt_length
+        together = len(self.ids) + len(row.ids) - length
         return (length > 0 and self.rows[0].prompt_length == length
                 and not row.opening and not self.rows[0].opening
-                and len(self.ids) + len(row.ids) - length <= limit
+                and together <= limit and together - length <= SCORED_LIMIT
                 and self.ids[:length] == row.ids[:length])
 
     def add(self, row):
@@ -105,7 +108,10 @@ def pack_limit(model):
 
 
 def pack_rows(rows, limit=PACK_LIMIT):
-    """Packs of rows, in their order; `limit` tokens each at most, unless one row is longer."""
+    """Packs of rows, in their order; `limit` tokens each at most, unless one row is longer.
+
+    And SCORED_LIMIT agent tokens.
+    """
     packs = []
     for row in rows:
         if packs and packs[-1].admits(row, limit):
