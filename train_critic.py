@@ -48,7 +48,7 @@ from colbench import (
     write_atomically)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, default_device, load_model, load_tokenizer
-from speakers.lora import LINEAR_LAYERS, MATRICES, load_matrices, matrices_off
+from speakers.lora import LINEAR_LAYERS, load_matrices, matrices_off
 from speakers.names import check_checkpoint
 from speakers.vision import Sight, sees_pictures, vision_value_class
 from stages.flags import (
@@ -60,7 +60,7 @@ from training.checkpoints import (
     REFERENCE, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from training.packing import forward_values, in_packs, pack_limit, pack_rows, token_logprobs
 from training.ranks import (
-    check_same_items, load_trainable, lora_settings, score_on_all_ranks, shard,
+    check_same_items, load_trainable, score_on_all_ranks, shard,
     shard_settings, split_over_ranks, trained_parameters)
 
 # -----------------------------------------------------------------------------
@@ -820,8 +820,7 @@ class Critic:
         self.reference_model.set_output_embeddings(
             exact(self.reference_model.get_output_embeddings()))
         if flags["lora_rank"]:  # one model: without its matrices, the critic is its reference
-            self.model = load_matrices(self.reference_model, Path(path, MATRICES),
-                                       lora_settings(flags))
+            self.model = load_matrices(self.reference_model, path)
         else:
             self.model = load_model(path, device, dtype=dtype).eval()
             self.model.set_output_embeddings(exact(self.model.get_output_embeddings()))

@@ -13,6 +13,7 @@ import transformers
 from colbench import UnnestedTemplate, derive_seed, encode_prompt, end_of_turn
 from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Utterance
+from speakers.lora import has_matrices, take_apart
 from speakers.names import check_checkpoint, why_not_opened
 
 # -----------------------------------------------------------------------------
@@ -328,9 +329,11 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
     model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
     announce_device(str(device))
     gc.collect()  # frees what is left of an earlier model before the next one is loaded
+    dtype = compute_dtype(device, dtype)
+    apart = dtype == "bfloat16" and has_matrices(path)
     try:
         model, report = model_class.from_pretrained(
-            path, dtype=compute_dtype(device, dtype), use_safetensors=True,
+            path, dtype="float32" if apart else dtype, use_safetensors=True,
             output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
         raise SystemExit(
@@ -344,4 +347,6 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
         raise SystemExit(
             f"{path}: weights do not fit config.json (first of them: {first}); expected a"
             " checkpoint of one architecture; train it again or choose another")
+    if apart:
+        model = take_apart(model, path, torch.bfloat16)
     return model.to(device)

@@ -8,11 +8,16 @@ model therefore serves as policy (or critic) and as its own reference.
 Omitted on purpose: dropout on x, because advantages and DPO compare log-probs of the same tokens
 with and without the matrices, and noise on one side would enter every ratio; it is also off in the
 usual recipes for DPO.
+
+A checkpoint has the merged weights W + alpha / rank B A in fp32, which any program opens, and the
+matrices. In bf16, merged weights would lose most of a small update to rounding, so models that
+compute in bf16 get W and the matrices apart again, as they were in training (`take_apart`).
 """
 
 import contextlib
 import math
 import typing
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,10 +33,14 @@ class LoraSettings(typing.NamedTuple):
 
 
 class LoraLinear(nn.Module):
+    """A linear layer with matrices. `base` may have matrices too, those of an earlier training."""
+
     def __init__(self, base, rank, alpha):
         super().__init__()
         self.base, self.scale, self.enabled = base, alpha / rank, True
-        options = {"device": base.weight.device, "dtype": torch.float32}
+        self.earlier = False  # whether the matrices belong to what training started from
+        self.in_features, self.out_features = base.in_features, base.out_features
+        options = {"device": next(base.parameters()).device, "dtype": torch.float32}
         self.down = nn.Parameter(torch.empty(rank, base.in_features, **options))  # A
         self.up = nn.Parameter(torch.zeros(base.out_features, rank, **options))  # B
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
@@ -47,18 +56,16 @@ def add_matrices(model, settings):
     """Freeze the model and put matrices beside the target layers of its decoder. In place."""
     model.requires_grad_(False)
     decoder = model.get_decoder()
-    linear_layers = {name: module for name, module in decoder.named_modules()
-                     if isinstance(module, nn.Linear)}
-    kinds = {name.split(".")[-1] for name in linear_layers}
+    layers = {name: module for name, module in decoder.named_modules()
+              if isinstance(module, nn.Linear | LoraLinear) and not name.endswith(".base")}
+    kinds = {name.split(".")[-1] for name in layers}
     missing = set(settings.targets) - kinds
     if missing:
         raise SystemExit(f"found --lora_targets {' '.join(sorted(missing))}, expected linear layers"
                          f" of the decoder: {', '.join(sorted(kinds))}")
-    for name, base in linear_layers.items():
-        parent, _, child = name.rpartition(".")
-        if child in settings.targets:
-            setattr(decoder.get_submodule(parent), child,
-                    LoraLinear(base, settings.rank, settings.alpha))
+    for name, base in layers.items():
+        if name.split(".")[-1] in settings.targets:
+            decoder.set_submodule(name, LoraLinear(base, settings.rank, settings.alpha))
     return model
 
 
@@ -70,7 +77,7 @@ def lora_layers(model):
 @contextlib.contextmanager
 def matrices_off(model):
     """The model that training started from. Nothing changes for a model without matrices."""
-    layers = lora_layers(model).values()
+    layers = [layer for layer in lora_layers(model).values() if not layer.earlier]
     for layer in layers:
         layer.enabled = False
     try:
@@ -80,28 +87,63 @@ def matrices_off(model):
             layer.enabled = True
 
 
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+
 def merge(weights, model):
-    """(weights of the plain architecture, W + alpha / rank B A, fp32; the matrices alone)."""
+    """(weights of the plain architecture, W + alpha / rank B A, fp32; A and alpha / rank B alone).
+
+    Matrices of an earlier training have `.base` in their names, once for each later one.
+    """
     merged, matrices = {name: weight.float() for name, weight in weights.items()}, {}
-    for name, layer in lora_layers(model).items():
-        for part in ("down", "up"):
-            matrices[f"{name}.{part}"] = merged.pop(f"{name}.{part}")
-        update = layer.scale * matrices[f"{name}.up"] @ matrices[f"{name}.down"]
-        merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + update
+    for name, layer in reversed(lora_layers(model).items()):  # the innermost first
+        down = matrices[f"{name}.down"] = merged.pop(f"{name}.down")
+        up = matrices[f"{name}.up"] = layer.scale * merged.pop(f"{name}.up")
+        merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + up @ down
         if f"{name}.base.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base.bias")
     return merged, matrices
 
 
-def load_matrices(model, path, settings):
-    """A plain model with the matrices of a checkpoint directory, in the model's own type."""
+def has_matrices(path):
+    return Path(path, MATRICES).is_file()
+
+
+def read_matrices(path):
+    """[(name of a layer, A, alpha / rank B)] of a checkpoint directory, the innermost first."""
     from safetensors.torch import load_file
 
-    add_matrices(model, settings)
-    dtype = model.dtype
-    matrices = load_file(str(path))
-    for name, layer in lora_layers(model).items():
-        for part in ("down", "up"):
-            own = getattr(layer, part)
-            own.data = matrices[f"{name}.{part}"].to(own.device, dtype)
+    matrices = load_file(str(Path(path, MATRICES)))
+    names = {name.removesuffix(".down") for name in matrices if name.endswith(".down")}
+    return [(name, matrices[f"{name}.down"], matrices[f"{name}.up"])
+            for name in sorted(names, key=len, reverse=True)]
+
+
+def attach(model, name, down, up):
+    """Matrices beside a layer, in the model's own type. In place; returns the new layer."""
+    rank = len(down)
+    layer = LoraLinear(model.get_submodule(name), rank, alpha=rank)
+    for own, values in ((layer.down, down), (layer.up, up)):
+        own.data = values.to(own.device, model.dtype)
+    model.set_submodule(name, layer)
+    return layer
+
+
+def load_matrices(model, path):
+    """The model that training started from, with the matrices that it has trained. In place."""
+    for name, down, up in read_matrices(path):
+        if not name.endswith(".base"):
+            attach(model, name, down, up)
+    return model
+
+
+def take_apart(model, path, dtype):
+    """A model of merged fp32 weights as the frozen weights, in `dtype`, and matrices. In place."""
+    matrices = [(name.partition(".base")[0], down, up) for name, down, up in read_matrices(path)]
+    for name, down, up in matrices:
+        model.get_submodule(name).weight.data -= up @ down
+    model.to(dtype)
+    for name, down, up in matrices:
+        attach(model, name, down, up).earlier = True
     return model

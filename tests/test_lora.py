@@ -1,10 +1,12 @@
 """Matrices beside frozen layers. Run: pytest tests/test_lora.py"""
 
+import copy
 import json
 
 import pytest
 import torch
 from conftest import byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
+from safetensors.torch import load_file
 from test_ranks import figures
 from torch import nn
 
@@ -15,7 +17,9 @@ from speakers.local import load_model
 from speakers.lora import (
     LINEAR_LAYERS, MATRICES, LoraLinear, LoraSettings, add_matrices, load_matrices, lora_layers,
     matrices_off, merge)
+from stages.processes import Process
 from train_critic import Critic
+from training import checkpoints
 from training.ranks import trained_parameters
 
 SETTINGS = LoraSettings(rank=4, alpha=8, targets=LINEAR_LAYERS)
@@ -141,9 +145,48 @@ def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merge
 
 
 def test_the_matrices_alone_are_kept_beside_the_merged_weights(trained, tiny):
-    model = load_matrices(load_model(tiny()), trained / "critic" / MATRICES, SETTINGS)
+    model = load_matrices(load_model(tiny()), trained / "critic")
     merged = load_model(str(trained / "critic"))
     torch.testing.assert_close(model(IDS).logits, merged(IDS).logits, atol=3e-5, rtol=0)
+
+
+def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(tiny, tmp_path):
+    tokenizer = byte_tokenizer()
+    base = tiny_model(tokenizer).bfloat16().float()
+    expected = base(IDS).logits
+    learnt = with_matrices(copy.deepcopy(base))
+    for layer in lora_layers(learnt).values():
+        layer.up.data /= 100
+    process = Process(0, 1, "cpu")
+    checkpoints.save_checkpoint(tmp_path, learnt, tokenizer, None, process)
+    change = learnt(IDS).logits - expected
+
+    def error_of(model):  # in float32, so that the weights' rounding is all there is
+        return ((model.float()(IDS).logits - expected - change).norm() / change.norm()).item()
+
+    merged = load_model(str(tmp_path), dtype="float32").bfloat16()
+    apart = load_model(str(tmp_path), dtype="bfloat16")
+    assert apart.dtype == torch.bfloat16
+    assert error_of(merged) > 0.3 and error_of(apart) < 0.02
+    with matrices_off(apart):  # they belong to the checkpoint
+        assert error_of(apart) < 0.02
+
+
+def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
+        trained, tiny, tmp_path):
+    flags = "--method", "rft", "--dtype", "bfloat16"
+    for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):
+        run_script("train_policy.py", *training(trained / "episodes.jsonl", before,
+                                                tmp_path / after, *flags))
+    base = load_model(tiny(), dtype="bfloat16")
+    apart = load_model(str(tmp_path / "second"), dtype="bfloat16")
+    layer = apart.model.layers[0].mlp.up_proj
+    assert isinstance(layer.base, LoraLinear)
+    assert torch.equal(layer.base.base.weight, base.model.layers[0].mlp.up_proj.weight)
+    first = load_file(tmp_path / "first" / MATRICES)
+    assert torch.equal(layer.base.up, first["model.layers.0.mlp.up_proj.up"].bfloat16())
+    merged = load_model(str(tmp_path / "second"), dtype="float32")
+    torch.testing.assert_close(apart.float()(IDS).logits, merged(IDS).logits, atol=0.05, rtol=0.05)
 
 
 def test_a_run_that_was_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(
