@@ -56,16 +56,27 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's thoughts stand before it, the hu
 
 
 def split_message(task, text, last_turn):
-    """(what the human reads, the answer or None) of one agent message.
+    """(what the human reads, the answer or None) of one agent message, without its thoughts.
 
     What follows ANSWER_MARKER is the answer. At the last turn the whole message is.
     """
-    content = text.strip()
+    content = without_thoughts(text) or ""
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
         content = content.split(OUTPUT_MARKER, 1)[1].strip()
     if ANSWER_MARKER in content:
         return content, content.split(ANSWER_MARKER, 1)[1].strip()
     return content, content if last_turn else None
+
+
+def without_thoughts(text):
+    """What a reasoning model says after its thoughts; None where they never end.
+
+    Some chat templates open the thoughts, so that the text has their end alone.
+    """
+    _, end, said = text.rpartition("</think>")
+    if not end and text.lstrip().startswith("<think>"):
+        return None
+    return said.strip()
 
 
 # What the judge says of a text that is no Python

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
     counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
-    split_message)
+    split_message, without_thoughts)
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
@@ -100,8 +100,13 @@ def play(task, sample, parties, on_turn):
         if isinstance(spoken, SpeakerError):
             error = f"human: {spoken}"
             break
+        said = without_thoughts(spoken[0].text)  # thoughts would tell the agent the solution
+        if said is None:
+            error = ("human: found thoughts that never end, expected a reply after them; raise"
+                     " --human_max_new_tokens, or turn the model's thinking off")
+            break
         limit = rules.reply_chars or DOMAINS[task["domain"]].reply_chars
-        history.append({"role": "user", "content": spoken[0].text.strip()[:limit]})
+        history.append({"role": "user", "content": said[:limit]})
 
     if not error:
         grade = yield referee.grade(task, referee.graded_text(answer, history))

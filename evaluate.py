@@ -41,7 +41,8 @@ from pathlib import Path
 
 import numpy
 
-from colbench import check_same_task, lacks_answer, read_episodes, write_atomically
+from colbench import (
+    check_same_task, lacks_answer, read_episodes, without_thoughts, write_atomically)
 from collect import (
     add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, given_up,
     reply_of, rollout_settings, rollout_tasks)
@@ -300,7 +301,11 @@ class GraderModel:
             self.speaker, Request([{"role": "user", "content": question}]))
         if isinstance(answer, SpeakerError):
             return SpeakerError(f"grader: {answer}")
-        number = re.search(r"\d+", answer[0].text)
+        said = without_thoughts(answer[0].text)
+        if said is None:
+            return SpeakerError("grader: found thoughts that never end, expected a number after"
+                                " them; turn the model's thinking off")
+        number = re.search(r"\d+", said)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
         return 0

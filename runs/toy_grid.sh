@@ -53,5 +53,5 @@ for seed in $(seq 0 $((${1:-3} - 1))); do
         echo "${cell/-/ } $tasks $seed"
     done
   done
-done | xargs -r -P 2 -L 1 bash "$0"
+done | xargs -r -P 2 -L 1 bash runs/toy_grid.sh
 python runs/toy_grid.py "$ROOT"

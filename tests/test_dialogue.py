@@ -157,6 +157,16 @@ def test_the_answer_is_what_follows_the_marker_or_the_whole_last_message():
     assert split_message(frontend, "thought OUTPUT: <html>", False) == ("<html>", None)
 
 
+@pytest.mark.parametrize("text, content, answer", [
+    ("<think>\nI WANT TO ANSWER: not yet\n</think>\n\nask?", "ask?", None),
+    ("opened by the template, I WANT TO ANSWER: no</think>ask?", "ask?", None),
+    ("<think>so</think>I WANT TO ANSWER: x", "I WANT TO ANSWER: x", "x"),
+    ("<think>cut: I WANT TO ANSWER: no", "", None),
+])
+def test_thoughts_neither_reach_the_human_nor_end_the_dialogue(text, content, answer):
+    assert split_message({"domain": "backend"}, text, False) == (content, answer)
+
+
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_own(domain):
     task = {"domain": domain}

@@ -502,6 +502,7 @@ def test_best_of_n_passes_an_error_of_the_speaker_on():
     ([Utterance("Candidate 2.", True)], "1"),
     ([Utterance("3", True)], "0"),
     ([Utterance("none", True)], "0"),
+    ([Utterance("<think>1 is shorter</think> 2", True)], "1"),
 ])
 def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
         monkeypatch, answer, chosen):
@@ -517,15 +518,20 @@ def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
     assert reply(best, request) == [Utterance(chosen, True)]
 
 
-def test_a_grader_that_fails_stops_the_dialogue_and_does_not_choose_the_first(monkeypatch):
+@pytest.mark.parametrize("answer, reason", [
+    (SpeakerError("HTTP 400"), "grader: HTTP 400"),
+    ([Utterance("<think>1 is", False)], "grader: found thoughts that never end, expected"),
+])
+def test_a_grader_that_fails_stops_the_dialogue_and_does_not_choose_the_first(
+        monkeypatch, answer, reason):
     class Failing:
         def speak(self, *arguments):
-            return [SpeakerError("HTTP 400")]
+            return [answer]
 
     monkeypatch.setattr(evaluate, "load_speaker", lambda *arguments: Failing())
     best = evaluate.BestOfN(FixedSpeaker(), evaluate.GraderModel("some/model", None), 2)
     said = reply(best, Request([{"role": "user", "content": "p"}]))
-    assert isinstance(said, SpeakerError) and str(said) == "grader: HTTP 400"
+    assert isinstance(said, SpeakerError) and str(said).startswith(reason)
 
 
 # -----------------------------------------------------------------------------

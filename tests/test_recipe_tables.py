@@ -36,7 +36,8 @@ def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
             write_critic(root / cell / str(seed) / "sweet_no_privileged.critic", 0.6 - 0.1 * seed)
     write_policy(root / "16-0-200/2/test/base.jsonl", 1)  # a seed and a cell that are unfinished
     write_critic(root / "16-0-200/2/sweet.critic", 0.9)
-    write_policy(root / "64-0-200/0/test/base.jsonl", 1)
+    write_policy(root / "64-0-200/0/test/sweet_no_privileged.jsonl", 1, tasks=2)
+    write_policy(root / "64-0-200/0/episodes.jsonl", 1)
 
     done = run_script("runs/toy_grid.py", root, "--output", table, "--picture", picture)
 

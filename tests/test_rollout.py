@@ -190,6 +190,21 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
     assert all(episode["turns"] == 3 and not episode["error"] for episode in episodes)
 
 
+@pytest.mark.parametrize("thoughts, error", [
+    ("<think>\nThe hidden {0}\n</think>\n\n", None), ("The hidden {0}</think>", None),
+    ("<think>The hidden {0}", "human: found thoughts that never end, expected"),
+])
+def test_the_agent_never_reads_the_humans_thoughts(thoughts, error):
+    agent = Served(asker(lambda key: 2))
+    human = Served(lambda request: thoughts.format("solution") + "Two digits.")
+    _, (episode,) = played(Parties(agent, human, HeldReferee(), RULES), 1, 1)
+    assert "hidden" not in str([request.messages[1:] for request in agent.asked])
+    if error:
+        assert episode["error"].startswith(error)
+    else:
+        assert episode["dialogue_history"][2]["content"] == "Two digits."
+
+
 def test_as_many_dialogues_are_in_flight_as_the_batch_size_says():
     agent = Served(asker(lambda key: 1), held=lambda request: True)
     seen = []  # (dialogues that have started, futures under way)
@@ -414,7 +429,7 @@ def test_best_of_n_with_a_served_agent_and_grader_waits_for_no_other_dialogue(mo
         assert said[2] == f"{ANSWER_MARKER} x = 2"  # the grader names none: the first
 
 
-def test_best_of_n_speaks_the_first_candidate_when_the_grader_fails_and_stops_when_it_is_dead(
+def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not_choose(
         tmp_path, monkeypatch):
     grader = Failing(pick_plus_signs(1), lives=5)
     agent = best_of(monkeypatch, Served(asker(lambda key: 3)), grader, 2)
@@ -424,9 +439,9 @@ def test_best_of_n_speaks_the_first_candidate_when_the_grader_fails_and_stops_wh
         collect_with(monkeypatch, output, agent, Served(human_line))
     rows = rows_under(tmp_path).values()
     assert len(rows) == 4  # what was in flight
-    assert {row["dialogue_history"][1]["output"] for row in rows} == {"What about 0?+"}
-    second = {row["dialogue_history"][3]["output"] for row in rows}
-    assert second == {"What about 1?+", "What about 1?"}
+    assert all(row["error"] == "agent: grader: it is down" for row in rows)  # a rerun plays them
+    outputs = [turn["output"] for row in rows for turn in row["dialogue_history"][1::2]]
+    assert len(outputs) == 5 and all(output.endswith("+") for output in outputs)
 
 
 # -----------------------------------------------------------------------------
