@@ -68,13 +68,16 @@ def split_message(task, text, last_turn):
     return content, content if last_turn else None
 
 
+THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
+
+
 def without_thoughts(text):
     """What a reasoning model says after its thoughts; None where they never end.
 
     Some chat templates open the thoughts, so that the text has their end alone.
     """
-    _, end, said = text.rpartition("</think>")
-    if not end and text.lstrip().startswith("<think>"):
+    _, end, said = text.rpartition(END_OF_THOUGHTS)
+    if not end and text.lstrip().startswith(THOUGHTS):
         return None
     return said.strip()
 
@@ -418,7 +421,8 @@ class Domain(typing.NamedTuple):
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
     reply_chars: int = 400  # human replies are cut here
     human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
-    has_success: bool = True  # an answer is right or wrong; otherwise the reward is all there is
+    # whether an answer is right, with a reward of 1, or wrong; otherwise the reward is all there is
+    has_success: bool = True
     reward_heading: str = "Tests passed %"
     pages: bool = False  # answers are web pages: drawn for human, critic and report
     flags: tuple = ()  # fields of RefereeSettings that this domain uses; others are refused
@@ -556,7 +560,7 @@ def complete_episode(row, where="episode"):
     for key, kind in (("sample", int), ("leak", (int, float)), ("reasons", dict)):
         expect(episode, key, kind, where)
     for key, kind in (("answer", str), ("agent_prompt", str), ("agent_tokens", int),
-                      ("advantages", list), ("credits", list)):
+                      ("max_turns", int), ("advantages", list), ("credits", list)):
         expect(episode, key, kind, where, optional=True)
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"

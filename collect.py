@@ -115,7 +115,8 @@ def play(task, sample, parties, on_turn):
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
         "reward": grade.reward if grade else None, "success": grade.success if grade else None,
-        "turns": len(outputs), "agent_tokens": agent.count_tokens(outputs),
+        "turns": len(outputs), "max_turns": rules.max_turns,
+        "agent_tokens": agent.count_tokens(outputs),
         "reasons": reasons_of(grade, content) if grade else {}, "leak": leak_share(task, replies),
         "seed": rules.seed, "agent_prompt": agent_prompt, "error": error,
     }

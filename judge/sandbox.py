@@ -513,6 +513,8 @@ def close_workers(workers: set[Worker]) -> None:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             worker.process.wait()
+        with contextlib.suppress(OSError):
+            empty_folder(worker.folder)  # rmtree would recurse, however deep an answer has nested
         shutil.rmtree(worker.folder, ignore_errors=True)
     workers.clear()
 

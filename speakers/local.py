@@ -10,7 +10,8 @@ import numpy
 import torch
 import transformers
 
-from colbench import UnnestedTemplate, derive_seed, encode_prompt, end_of_turn
+from colbench import (
+    END_OF_THOUGHTS, THOUGHTS, UnnestedTemplate, derive_seed, encode_prompt, end_of_turn, render)
 from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Utterance
 from speakers.lora import has_matrices, take_apart
@@ -57,6 +58,8 @@ class LocalSpeaker:
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size
         self.stops = stop_tokens(self.model, tokenizer)
+        prompt = render(tokenizer, [{"role": "user", "content": "x"}])
+        self.opens_thoughts = prompt.rstrip().endswith(THOUGHTS)  # the template does, not the model
         self.kept = {}  # dialogue key -> KeptCache, the one used last at the end
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
@@ -171,6 +174,8 @@ class LocalSpeaker:
 
     def _utterance(self, sample):
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+        if self.opens_thoughts and END_OF_THOUGHTS not in text:
+            text = THOUGHTS + text  # they were cut, and must not pass for speech
         return Utterance(text, sample.finished)
 
 

@@ -94,12 +94,14 @@ def matrices_off(model):
 def merge(weights, model):
     """(weights of the plain architecture, W + alpha / rank B A, fp32; A and alpha / rank B alone).
 
-    Matrices of an earlier training have `.base` in their names, once for each later one.
+    Matrices of an earlier training have `.base` in their names.
     """
     merged, matrices = {name: weight.float() for name, weight in weights.items()}, {}
     for name, layer in reversed(lora_layers(model).items()):  # the innermost first
-        down = matrices[f"{name}.down"] = merged.pop(f"{name}.down")
-        up = matrices[f"{name}.up"] = layer.scale * merged.pop(f"{name}.up")
+        down, up = merged.pop(f"{name}.down"), layer.scale * merged.pop(f"{name}.up")
+        alone = layer.earlier and not name.endswith(".base")  # this training has not touched it
+        key = f"{name}.base" if alone else name
+        matrices |= {f"{key}.down": down, f"{key}.up": up}
         merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + up @ down
         if f"{name}.base.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base.bias")
@@ -143,7 +145,8 @@ def take_apart(model, path, dtype):
     matrices = [(name.partition(".base")[0], down, up) for name, down, up in read_matrices(path)]
     for name, down, up in matrices:
         model.get_submodule(name).weight.data -= up @ down
-    model.to(dtype)
+    for parameter in model.parameters():  # buffers, such as rotary frequencies, stay exact
+        parameter.data = parameter.data.to(dtype)
     for name, down, up in matrices:
         attach(model, name, down, up).earlier = True
     return model

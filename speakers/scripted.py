@@ -12,8 +12,8 @@ class ScriptedSpeaker:
     """The embedded worlds' own human, or their noisy demonstrator as agent.
 
     `manner` chooses among several: `scripted:informed` is an agent that reads the solution.
-    Tasks of no embedded world have no script. For them the speaker says fixed lines, enough for a
-    dry run of the stages.
+    Tasks of no embedded world have no script unless a manner is named. For them the speaker says
+    fixed lines, enough for a dry run of the stages.
     """
 
     reads_history = True
@@ -39,7 +39,7 @@ class ScriptedSpeaker:
         return None  # there is no tokenizer
 
     def _line(self, task, messages, seed):
-        if "toy" not in task:
+        if "toy" not in task and not self.manner:
             return self._dry_run_line(messages)
         script = SCRIPTED.get((task["domain"], self.role, self.manner))
         if script is None:

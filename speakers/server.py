@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import Future
 
-from colbench import derive_seed
+from colbench import THOUGHTS, derive_seed
 from speakers.interface import Request, SpeakerError, Utterance
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
@@ -273,6 +273,9 @@ def choices_of(answer):
     choices = answer["choices"]
     if not choices:
         raise ValueError("an answer without choices")
+    for choice in choices:  # a server that parses thoughts gives none where they were cut
+        if choice["message"]["content"] is None and choice.get("finish_reason") == "length":
+            choice["message"]["content"] = THOUGHTS
     if any(not isinstance(choice["message"]["content"], str) for choice in choices):
         raise ValueError("an answer without text")
     return choices

@@ -441,6 +441,20 @@ def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge,
 # Processes
 
 
+def test_a_judge_closes_however_deep_an_answer_has_nested_its_folder():
+    with Judge(1) as alone:
+        (worker,) = alone.workers
+        os.kill(worker.process.pid, signal.SIGKILL)  # one that lives empties its folder itself
+        here = os.open(worker.folder, os.O_RDONLY)
+        for _ in range(3000):
+            os.mkdir("deep", dir_fd=here)
+            inner = os.open("deep", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = inner
+        os.close(here)
+    assert not os.path.exists(worker.folder)
+
+
 def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
     with Judge(1) as alone:
         for worker in alone.workers:

@@ -150,9 +150,16 @@ def test_the_matrices_alone_are_kept_beside_the_merged_weights(trained, tiny):
     torch.testing.assert_close(model(IDS).logits, merged(IDS).logits, atol=3e-5, rtol=0)
 
 
+def rounded(model):
+    """With weights that bf16 can hold; buffers stay exact."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
 def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(tiny, tmp_path):
     tokenizer = byte_tokenizer()
-    base = tiny_model(tokenizer).bfloat16().float()
+    base = rounded(tiny_model(tokenizer))
     expected = base(IDS).logits
     learnt = with_matrices(copy.deepcopy(base))
     for layer in lora_layers(learnt).values():
@@ -164,9 +171,10 @@ def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(ti
     def error_of(model):  # in float32, so that the weights' rounding is all there is
         return ((model.float()(IDS).logits - expected - change).norm() / change.norm()).item()
 
-    merged = load_model(str(tmp_path), dtype="float32").bfloat16()
+    merged = rounded(load_model(str(tmp_path), dtype="float32"))
     apart = load_model(str(tmp_path), dtype="bfloat16")
     assert apart.dtype == torch.bfloat16
+    assert apart.model.rotary_emb.inv_freq.dtype == torch.float32  # as in any bf16 model
     assert error_of(merged) > 0.3 and error_of(apart) < 0.02
     with matrices_off(apart):  # they belong to the checkpoint
         assert error_of(apart) < 0.02
@@ -175,9 +183,10 @@ def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(ti
 def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
         trained, tiny, tmp_path):
     flags = "--method", "rft", "--dtype", "bfloat16"
-    for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):
+    for before, after, more in ((tiny(), "first", ()), (tmp_path / "first", "second",
+                                                        ("--lora_targets", "up_proj"))):
         run_script("train_policy.py", *training(trained / "episodes.jsonl", before,
-                                                tmp_path / after, *flags))
+                                                tmp_path / after, *flags, *more))
     base = load_model(tiny(), dtype="bfloat16")
     apart = load_model(str(tmp_path / "second"), dtype="bfloat16")
     layer = apart.model.layers[0].mlp.up_proj
@@ -185,6 +194,9 @@ def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
     assert torch.equal(layer.base.base.weight, base.model.layers[0].mlp.up_proj.weight)
     first = load_file(tmp_path / "first" / MATRICES)
     assert torch.equal(layer.base.up, first["model.layers.0.mlp.up_proj.up"].bfloat16())
+    again = load_matrices(load_model(str(tmp_path / "first"), dtype="bfloat16"),
+                          tmp_path / "second")
+    assert torch.equal(again(IDS).logits, apart(IDS).logits)
     merged = load_model(str(tmp_path / "second"), dtype="float32")
     torch.testing.assert_close(apart.float()(IDS).logits, merged(IDS).logits, atol=0.05, rtol=0.05)
 

@@ -26,7 +26,7 @@ import collect
 import evaluate
 import speakers
 import train_policy
-from colbench import derive_seed, read_tasks
+from colbench import derive_seed, read_tasks, without_thoughts
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
@@ -234,6 +234,22 @@ def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
     for utterances in answers:
         assert len({utterance.text for utterance in utterances}) == 3
         assert not utterances[0].finished
+
+
+class CutThoughts(Handler):
+    """Parses thoughts, which were cut: there is no text after them."""
+
+    def do_POST(self):
+        self.body()
+        choice = {"message": {"content": None}, "finish_reason": "length"}
+        self.reply(200, json.dumps({"choices": [choice]}).encode())
+
+
+def test_thoughts_that_a_server_cut_are_an_unfinished_utterance_and_no_fault():
+    with running(echo) as server:
+        server.RequestHandlerClass = CutThoughts
+        (utterance,), = load_speaker(server.url).speak(CONVERSATIONS[:1])
+    assert not utterance.finished and without_thoughts(utterance.text) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)

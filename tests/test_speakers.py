@@ -6,14 +6,15 @@ import weakref
 
 import pytest
 import torch
-from conftest import ROOT, UNNESTED, byte_tokenizer, tiny_model
+from conftest import ROOT, TEMPLATES, UNNESTED, byte_tokenizer, tiny_model
 
 import speakers.local
-from colbench import encode_prompt, read_tasks
+from colbench import encode_prompt, read_tasks, without_thoughts
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, pick_tokens, uniform_numbers
+from toy.world import SCRIPTED
 
 # -----------------------------------------------------------------------------
 # The local speaker
@@ -218,6 +219,24 @@ def test_a_manner_without_a_script_is_refused_with_those_that_exist():
         load_speaker("scripted:lying")
     with pytest.raises(SystemExit, match="found the critic scripted, expected"):
         load_speaker("scripted", "critic")
+
+
+def test_thoughts_that_the_template_opens_and_the_limit_cuts_do_not_pass_for_speech():
+    opening = TEMPLATES["qwen2.5"].replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    thinker = speaker(opening, max_new_tokens=4)
+    (utterance,), = thinker.speak(CONVERSATIONS[:1])
+    assert thinker.opens_thoughts and without_thoughts(utterance.text) is None
+    assert not speaker().opens_thoughts
+
+
+def test_a_named_script_of_ones_own_speaks_on_tasks_of_no_embedded_world(monkeypatch):
+    def script(task, dialogue, draw):
+        return task["ground_truth"]
+
+    monkeypatch.setitem(SCRIPTED, ("backend", "human", "oracle"), script)
+    task = {"domain": "backend", "problem_description": "write f", "ground_truth": "x"}
+    (utterance,), = load_speaker("scripted:oracle", "human").speak(CONVERSATIONS[:1], tasks=[task])
+    assert utterance.text == "x"
 
 
 def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():

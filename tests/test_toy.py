@@ -403,6 +403,13 @@ def test_the_auc_is_one_for_the_true_credit_half_for_a_constant_zero_for_its_opp
     assert set(kinds) < set(CREDIT_KINDS)
 
 
+def test_at_the_last_turn_that_was_allowed_the_auc_takes_every_message_for_an_answer(tasks):
+    task = tasks[0]
+    history = [user(task["problem_description"])]
+    episode = {"task": task, "dialogue_history": history, "max_turns": 1}
+    assert credit_auc(FixedCritic(1), AnyPolicy(), [(episode, 0, history)], seed=0) == {}
+
+
 # -----------------------------------------------------------------------------
 # The base policy
 

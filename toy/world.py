@@ -560,7 +560,8 @@ def credit_auc(critic, policy, states, seed, num_candidates=16):
             continue
         before = episode["dialogue_history"][:2 * turn + 1]
         credits = [
-            toy_credit(task, before + [{"role": "assistant", "content": text}], turn)
+            toy_credit(task, before + [{"role": "assistant", "content": text}], turn,
+                       max_turns=episode.get("max_turns") or MAX_TURNS)
             for text in texts
         ]
         known = not any(credit.kind in ("useful question", "early answer") for credit in credits)
