@@ -13,7 +13,7 @@ How it works:
 Reads: episodes (collect.py, or the official file). Writes: a checkpoint directory with run.json and
 metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the training loop and
 reports come after it. Packing, sharding and checkpoints have a room of their own, training/.
-Letters in shapes: B pairs, R rows, S turns, T tokens, C scored columns, V vocabulary.
+Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
 To change the loss: `critic_loss`; the advantage: `advantage` and NORMALISERS; the pairs:
 `pair_episodes`; what the critic reads: `colbench.critic_messages`. Another kind of critic is an

@@ -428,6 +428,18 @@ def test_long_candidates_fill_packs_of_few_scored_tokens_with_the_same_scores(mo
     assert torch.allclose(whole, turn_sums(model, rows)[0], atol=1e-10)
 
 
+def test_only_the_tokens_of_turns_have_logits_whatever_their_columns_in_other_rows():
+    tokenizer = byte_tokenizer()
+    model, shapes = tiny_model(tokenizer), []
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    rows = [row for messages in DIALOGUES[:3] for row in rows_of(tokenizer, messages)]
+    scored = sum(turn >= 0 for row in rows for turn in row.turn_index)
+    turn_sums(model, rows)
+    assert shapes == [(1, scored, len(tokenizer))]
+    assert model(torch.arange(9)[None]).logits.shape[1] == 9  # afterwards it computes all again
+
+
 def test_no_candidate_sees_another():
     rows = [Row([0] * 4, [-1, -1, 0, 0], 1, prompt_length=2),
             Row([0] * 5, [-1, -1, 0, 0, 0], 1, prompt_length=2)]

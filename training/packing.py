@@ -2,9 +2,10 @@
 
 The results equal those of separate rows. `in_packs` is the door: train_critic.py's `turn_sums` and
 `turn_values` go through it.
-Letters in shapes: R rows (here, packs side by side), S turns, T tokens, C scored columns,
-V vocabulary.
+Letters in shapes: R rows (here, packs side by side), S turns, T tokens, V vocabulary.
 """
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
@@ -143,15 +144,24 @@ def token_logprobs(model, packs):
     batch = collate(packs, model.device)
     row, column = (batch["turn_index"] >= 0).nonzero(as_tuple=True)  # the n scored tokens
     source = batch["sources"][row, column]  # (n,): the column whose logits predict each token
-    # logits are computed in the C columns that any row needs; slot: where source is among these
-    columns, slot = source.unique(return_inverse=True)
-    logits = forward(model, packs, batch, logits_to_keep=columns)  # (R, C, V)
+    with head_at(model.get_output_embeddings(), row, source):
+        logits, = forward(model, packs, batch)  # (n, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target = batch["ids"][row, column]
-    picked = logits[row, slot, target] - logits.logsumexp(-1)[row, slot]  # (n,)
+    picked = logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
     logprobs = torch.zeros_like(batch["ids"], dtype=picked.dtype)
     logprobs = logprobs.index_put((row, column), picked)
     return logprobs, batch["turn_index"]
+
+
+@contextlib.contextmanager
+def head_at(head, row, column):
+    """Within it the output layer computes these n places alone: of (R, T, H) it makes (1, n, V)."""
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][row, column][None],))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def forward_values(model, packs):
@@ -194,7 +204,7 @@ def collate(packs, device):
     return batch
 
 
-def forward(model, packs, batch, **options):
+def forward(model, packs, batch):
     """Logits of a batch; rows alone are plain causal, since no token looks at padding on the right.
     """
     opening = packs[0].rows[0].opening
@@ -204,7 +214,7 @@ def forward(model, packs, batch, **options):
     if batch["mask"] is not None and model.config._attn_implementation != "packed":
         use_attention(model, "packed", packed_attention)
     return model(input_ids=batch["ids"], position_ids=batch["positions"],
-                 attention_mask=batch["mask"], use_cache=False, **options).logits
+                 attention_mask=batch["mask"], use_cache=False).logits
 
 
 def forward_seen(model, ids, input_ids, attention_mask, **seen):
