@@ -28,6 +28,7 @@ This file needs the standard library alone and works alone:
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import json
@@ -158,6 +159,14 @@ class DevTools:
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
+        # The profile would be too long a path for a socket, so Chromium links to one in /tmp.
+        socket = Path(self.profile, "SingletonSocket")
+        if socket.is_symlink():
+            outside = socket.readlink().parent
+            with contextlib.suppress(OSError):
+                (outside / "SingletonSocket").unlink()
+                (outside / "SingletonCookie").unlink()
+                outside.rmdir()
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def set_deadline(self, seconds):

@@ -115,6 +115,16 @@ def test_browser_restarts_after_its_share_of_pages():
         assert browser.starts == 3
 
 
+@needs_chromium
+def test_a_browser_leaves_no_file_of_its_own_behind():
+    with Browser() as browser:
+        browser.render(PAGE)
+        profile = Path(browser.devtools.profile)
+        outside = (profile / "SingletonSocket").readlink().parent
+        assert outside.is_dir()
+    assert not profile.exists() and not outside.exists()
+
+
 def group_lives(group):
     try:
         os.killpg(group, 0)
