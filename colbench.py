@@ -173,12 +173,26 @@ SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
     """The agent's instructions: the given prompt (an empty one means none), or the domain's own."""
-    if prompt is not None:
-        return prompt
     domain = DOMAINS[task["domain"]]
-    if max_turns == 1 and domain.one_turn_prompt:
-        return domain.one_turn_prompt
-    return filled(domain.agent_prompt, {"max_turns": str(max_turns)})
+    if prompt is None and max_turns == 1 and domain.one_turn_prompt:
+        prompt = domain.one_turn_prompt
+    elif prompt is None:
+        prompt = domain.agent_prompt
+    return filled(prompt, {"max_turns": str(max_turns)})
+
+
+def custom_prompt(episodes):
+    """The agent's instructions that all episodes share, unless they are the domain's own.
+
+    A policy trained on these episodes needs them when it plays. The domain's own are not kept: they
+    name the number of turns, which may be another one then.
+    """
+    prompts = set()
+    for episode in episodes:
+        own = agent_prompt_of(episode["task"], None, episode.get("max_turns") or MAX_TURNS)
+        prompt = episode.get("agent_prompt")
+        prompts.add(None if prompt == own else prompt)
+    return prompts.pop() if len(prompts) == 1 else None
 
 
 def read_prompt(path):
@@ -492,7 +506,7 @@ def complete_task(row, where="task"):
                          " a page")
     if "domain" in row:
         domain = row["domain"]
-    elif "test_cases" in row or "<" not in solution:
+    elif "test_cases" in row or not re.search(r"</?[a-zA-Z][^<>]*>", solution):
         domain = "backend"
     else:
         domain = "frontend"

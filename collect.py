@@ -48,10 +48,10 @@ from stages.record import claim_output, records
 
 
 class Rules(typing.NamedTuple):
-    agent_prompt: str | None  # None: the domain's own
-    human_prompt: str | None
+    agent_prompt: str  # "": none
+    human_prompt: str
     max_turns: int
-    reply_chars: int | None  # None: the domain's own
+    reply_chars: int
     seed: int
 
 
@@ -69,7 +69,6 @@ def play(task, sample, parties, on_turn):
     speakers draw depends on the task, the sample and the turn alone, never on other dialogues.
     """
     agent, human, referee, rules = parties
-    agent_prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     history = [{"role": "user", "content": task["problem_description"]}]
     answer = error = grade = None
 
@@ -79,7 +78,8 @@ def play(task, sample, parties, on_turn):
                        key=key)
 
     while True:
-        spoken = yield from reply_of(agent, request(agent_messages(task, history, agent_prompt)))
+        view = agent_messages(task, history, rules.agent_prompt)
+        spoken = yield from reply_of(agent, request(view))
         if isinstance(spoken, SpeakerError):
             error = f"agent: {spoken}"
             break
@@ -94,8 +94,7 @@ def play(task, sample, parties, on_turn):
         if getattr(human, "reads_history", False):
             view = history
         else:
-            prompt = rules.human_prompt or DOMAINS[task["domain"]].human_prompt
-            view = yield referee.human_view(task, history, prompt)
+            view = yield referee.human_view(task, history, rules.human_prompt)
         spoken = yield from reply_of(human, request(view))
         if isinstance(spoken, SpeakerError):
             error = f"human: {spoken}"
@@ -105,8 +104,7 @@ def play(task, sample, parties, on_turn):
             error = ("human: found thoughts that never end, expected a reply after them; raise"
                      " --human_max_new_tokens, or turn the model's thinking off")
             break
-        limit = rules.reply_chars or DOMAINS[task["domain"]].reply_chars
-        history.append({"role": "user", "content": said[:limit]})
+        history.append({"role": "user", "content": said[:rules.reply_chars]})
 
     if not error:
         grade = yield referee.grade(task, referee.graded_text(answer, history))
@@ -118,7 +116,7 @@ def play(task, sample, parties, on_turn):
         "turns": len(outputs), "max_turns": rules.max_turns,
         "agent_tokens": agent.count_tokens(outputs),
         "reasons": reasons_of(grade, content) if grade else {}, "leak": leak_share(task, replies),
-        "seed": rules.seed, "agent_prompt": agent_prompt, "error": error,
+        "seed": rules.seed, "agent_prompt": rules.agent_prompt, "error": error,
     }
 
 
@@ -335,7 +333,7 @@ def main(args):
     process = join_processes()
     tasks = rollout_tasks(args, process)
     settings = rollout_settings(args, tasks, process)
-    claim_rollout(f"{args.output}.run.json", vars(args), process)
+    claim_rollout(args.output, vars(args), process)
     jobs = all_jobs(tasks, args.samples_per_task)
     episodes = collect_episodes(jobs, settings, args.output, process)
     if not process.leads:
@@ -352,13 +350,18 @@ def main(args):
                          " the first failure above")
 
 
-def claim_rollout(path, flags, process):
+def claim_rollout(output, flags, process):
     """claim_output for episodes; how many are played at once, and their later use, may differ."""
+    record = Path(f"{output}.run.json")
+    if Path(output).exists() and not record.is_file():
+        raise SystemExit(f"{output}: found a file that these scripts did not write here (its"
+                         " .run.json is missing), expected a new name or the output of the same"
+                         " command; choose another one")
     tasks = flags["tasks"] if Path(flags["tasks"]).is_file() else None
     inputs = [tasks, flags["agent_prompt"], flags["human_prompt"]]
     inputs += records(flags["agent"], flags["human"], flags.get("critic"))
-    claim_output(path, flags, inputs, process, ("batch_size", "best_of_n", "against", "report",
-                                                "metrics", "draws", "leak_threshold"))
+    claim_output(record, flags, inputs, process, ("batch_size", "best_of_n", "against", "report",
+                                                  "metrics", "draws", "leak_threshold"))
 
 
 # -----------------------------------------------------------------------------
@@ -488,12 +491,17 @@ def rollout_settings(args, tasks, process):
                             args.batch_size, process.device, args.dtype)
     human = SpeakerSettings(args.human_model, args.human_temperature, args.human_max_new_tokens,
                             args.batch_size, process.device, args.dtype)
-    refuse_other_domains(args, DOMAINS[tasks[0]["domain"]])
+    domain = DOMAINS[tasks[0]["domain"]]
+    refuse_other_domains(args, domain)
+    if human_prompt is None:
+        human_prompt = domain.human_prompt
+    rules = Rules(agent_prompt_of(tasks[0], agent_prompt, args.max_turns), human_prompt,
+                  args.max_turns, args.reply_chars or domain.reply_chars, args.seed)
     workers = max(1, (os.cpu_count() or 1) // process.world)
     return RolloutSettings(
         agent=args.agent, agent_settings=agent,
         human=human_spec, human_settings=human,
-        rules=Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed),
+        rules=rules,
         referee=RefereeSettings(args.judge, args.require_protection, workers, args.clip,
                                 args.clip_crop, process.device),
         notes={"agent": args.agent, "human": human_spec})
@@ -534,10 +542,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     check_rollout_flags(args)
     require_at_least(1, args, "samples_per_task")
-    if Path(args.output).exists() and not Path(f"{args.output}.run.json").is_file():
-        raise SystemExit(f"{args.output}: found a file that collect.py did not write here (its"
-                         " .run.json is missing), expected a new name or the output of the same"
-                         " command; choose another --output")
     return args
 
 

@@ -55,6 +55,7 @@ from report.statistics import (
 from report.tables import HEADINGS, all_tables, lines_of, main_metric, verdict
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
+from speakers.names import is_server
 from stages.flags import flag_parser, refuse_ignored, require_at_least
 from stages.processes import join_processes, launch
 from train_critic import Critic
@@ -85,10 +86,13 @@ def split_name(spec):
 
 
 def read_policies(specs):
-    """Policy name -> runs, each the episodes of one file; a repeated name is another seed."""
+    """Policy name -> runs, each the episodes of one file; a NAME= given again is another seed."""
     policies = defaultdict(list)
     for spec in specs:
         name, path = split_name(spec)
+        if name in policies and path == spec:  # nobody has said that these are one policy
+            raise SystemExit(f"{path}: found a second file named {name!r}, expected NAME=FILE; give"
+                             " both one NAME if they are seeds of a policy, or else two")
         policies[name].append(read_episodes(path))
     return dict(policies)
 
@@ -346,22 +350,23 @@ def roll_out(args, process):
     tasks = rollout_tasks(args, process)
     settings = rollout_settings(args, tasks, process)
     jobs = all_jobs(tasks, args.samples_per_task)
+    flags = dict(vars(args))
+    if not args.best_of_n:  # then the critic is the report's alone
+        del flags["critic"], flags["critic_model"]
+    names = rollout_names(args)
+    for name in names:
+        claim_rollout(rollout_path(args, name), flags, process)
     scorer = load_scorer(args, process.device) if args.best_of_n else None
     policies = {}
-    for name, count in rollout_names(args).items():
-        path = rollout_path(args, name)
-        flags = dict(vars(args))
-        if not args.best_of_n:  # then the critic is the report's alone
-            del flags["critic"], flags["critic_model"]
-        claim_rollout(f"{path}.run.json", flags, process)
+    for name, count in names.items():
         wrap_agent = None
         notes = settings.notes
         if args.best_of_n:
             notes = notes | {"best_of_n": count, "scorer": args.critic}
         if count > 1:
             wrap_agent = functools.partial(BestOfN, scorer=scorer, count=count)
-        policies[name] = [collect_episodes(jobs, settings._replace(notes=notes), path, process,
-                                           wrap_agent)]
+        policies[name] = [collect_episodes(jobs, settings._replace(notes=notes),
+                                           rollout_path(args, name), process, wrap_agent)]
     return policies
 
 
@@ -462,7 +467,7 @@ def parse_args(argv=None):
     rollout_flags = add_rollout_flags(parser)
     group = parser.add_argument_group("policy and best of N")
     group.add_argument("--name", help="name of the policy that is rolled out"
-                       " (default: its directory's, or --agent_model)")
+                       " (default: --agent_model, or the last part of --agent)")
     group.add_argument("--samples_per_task", type=int, default=1, help="episodes of each task")
     group.add_argument("--best_of_n", type=int, nargs="+", default=[],
                        help="candidates for each turn: 1 2 4 ...")
@@ -510,6 +515,9 @@ def check_flags(parser, args, rollout_flags):
                          " training run")
     else:
         check_rollout_flags(args)
+        if is_server(args.agent) and not args.agent_model and not args.name:
+            raise SystemExit(f"found --agent {args.agent} without --name, expected a name for the"
+                             " policy in tables and files")
     if not args.output and (args.episodes or args.tasks):
         raise SystemExit("found no --output; expected a directory for results.json and results.md")
     if not args.report:

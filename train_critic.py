@@ -43,9 +43,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from colbench import (
-    ANSWER_MARKER, agent_messages, agent_prompt_of, critic_messages, derive_seed, encode_dialogue,
-    end_of_turn, first_request, group_by_task, load_episodes, read_jsonl, states_of,
-    write_atomically)
+    ANSWER_MARKER, agent_messages, agent_prompt_of, critic_messages, custom_prompt, derive_seed,
+    encode_dialogue, end_of_turn, first_request, group_by_task, load_episodes, read_jsonl,
+    states_of, write_atomically)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, default_device, load_model, load_tokenizer
 from speakers.lora import LINEAR_LAYERS, load_matrices, matrices_off
@@ -342,7 +342,7 @@ def main(args):
                                            args.micro_batch_size)
             loop.finish(step, metrics)
         saved = reader.sight.processor if reader.sight else reader.tokenizer
-        save_checkpoint(output, model, saved, episodes[0].get("agent_prompt"), process)
+        save_checkpoint(output, model, saved, custom_prompt(episodes), process)
         loop.discard_state()
         loop.log.print_end(output)
         del model, loop, objective
@@ -914,7 +914,8 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
     total = numpy.mean if settings.head == "value" else sum  # of a dialogue, as in the loss
     totals = [total(advantages) for advantages, _ in scored]
     margins = numpy.array([totals[a] - totals[b] for a, b in zip(chosen, rejected, strict=True)])
-    metrics = {"holdout/accuracy": float((margins > 0).mean()), "holdout/pairs": len(margins)}
+    metrics = {"holdout/accuracy": accuracy(torch.from_numpy(margins)).mean().item(),
+               "holdout/pairs": len(margins)}
     if settings.head == "logratio":
         losses = numpy.logaddexp(0, -settings.beta * margins)
         metrics["holdout/loss"] = float(losses.mean())

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from colbench import (
-    ResumableJsonl, derive_seed, expect, group_by_task, load_episodes, read_jsonl, states_of)
+    ResumableJsonl, custom_prompt, derive_seed, expect, group_by_task, load_episodes, read_jsonl,
+    states_of)
 from collect import interleave, reply_of
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
@@ -244,7 +245,7 @@ def main(args):
     loop = TrainingLoop(model, loop_settings(args), process)
     for step, batch in loop.steps(items):
         loop.finish(step, loop.optimise(batch, objective))
-    save_checkpoint(output, model, tokenizer, episodes[0].get("agent_prompt"), process)
+    save_checkpoint(output, model, tokenizer, custom_prompt(episodes), process)
     loop.discard_state()
     loop.log.print_end(output)
 

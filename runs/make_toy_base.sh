@@ -42,5 +42,4 @@ train() { # MODEL OUTPUT SEED
 train toy "$OUT/first" 0
 # a second peak of the learning rate: topics, reading and counting come late
 train "$OUT/first" "$OUT/checkpoint" 1
-# the domain's own prompts hold for any number of turns, so the base brings none
 cp "$OUT"/checkpoint/{*.json,*.jinja,*.safetensors} "$BASE/"

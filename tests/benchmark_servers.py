@@ -39,7 +39,7 @@ class Recorded:
 
 def played(jobs, agent, human, in_flight, max_turns=10):
     """(wall seconds, episodes) of these dialogues, the judge's time included."""
-    rules = Rules(None, None, max_turns, None, seed=0)
+    rules = Rules("Ask.", "Reply.", max_turns, 400, seed=0)
     tasks = [task for task, _ in jobs]
     with open_referee(tasks, RefereeSettings(workers=1)) as referee:
         parties = Parties(agent, human, referee, rules)

@@ -624,6 +624,8 @@ def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_valu
     settings = CriticSettings(head, "none", 1.0, 0.0)
     found = holdout_metrics(model, [Item(rows, [(0, 1)])], settings, process, 1)
     assert found["holdout/accuracy"] == right and found["holdout/pairs"] == 1
+    tie = holdout_metrics(model, [Item(rows, [(0, 0)])], settings, process, 1)
+    assert tie["holdout/accuracy"] == 0.5
     assert found["holdout/other_chosen"] == pytest.approx(-1.0, abs=0.1)
     assert found["holdout/other_rejected"] < found["holdout/other_chosen"]
     if head == "logratio":

@@ -13,6 +13,7 @@ from colbench import (
     agent_prompt_of,
     complete_task,
     critic_messages,
+    custom_prompt,
     encode_dialogue,
     end_of_turn,
     human_messages,
@@ -67,6 +68,8 @@ def test_an_official_row_loads_and_keeps_unknown_keys(tmp_path):
     (TASK | {"ground_truth": 5}, "type int"),
     (TASK | {"ground_truth": " "}, "empty 'ground_truth'"),
     (TASK | {"domain": "other"}, "domain 'other'"),
+    # no tag: a function that compares, whose tests are missing
+    ({"problem_description": "p", "ground_truth": "def f(a, b): return a <b"}, "no 'test_cases'"),
 ])
 def test_a_bad_task_line_is_named_with_file_line_and_what_was_expected(tmp_path, line, found):
     path = write(tmp_path / "t.jsonl", TASK, line)
@@ -176,8 +179,27 @@ def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_
     assert "send one message" in once and "I WANT TO ANSWER:" in once
     for prompt in (once, agent_prompt_of(task, None)):
         assert "{" not in prompt
-    for given in ("", "You may send {max_turns} messages."):
-        assert agent_prompt_of(task, given, max_turns=1) == given
+    assert agent_prompt_of(task, "", max_turns=1) == ""
+    given = agent_prompt_of(task, "Send {max_turns} of {these}.", max_turns=4)
+    assert given == "Send 4 of {these}."
+
+
+@pytest.mark.parametrize("prompts, expected", [
+    ([(None, 10)] * 2, None),  # the domain's own
+    ([(None, 10), (None, 1)], None),
+    ([("Ask.", 10)] * 2, "Ask."),
+    ([("", 10)] * 2, ""),
+    ([("Ask.", 10), ("Answer.", 10)], None),
+    ([("Ask.", 10), (None, 10)], None),
+])
+def test_only_instructions_that_all_episodes_share_and_no_domain_has_stay_with_the_weights(
+        prompts, expected):
+    task = {"domain": "backend"}
+    episodes = [{"task": task, "max_turns": turns,
+                 "agent_prompt": agent_prompt_of(task, given, turns)} for given, turns in prompts]
+    assert custom_prompt(episodes) == expected
+    official = [{"task": task, "agent_prompt": given} for given, _ in prompts]  # no max_turns
+    assert custom_prompt(official) == expected
 
 
 @pytest.mark.parametrize("message, reason", [
@@ -214,7 +236,8 @@ def test_the_leak_meter_measures_the_longest_repeated_run():
     (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
 def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
         reply_chars, domain, expected):
-    from collect import Parties, Rules, interleave, play
+    from collect import Parties, interleave, parse_args, play, rollout_settings
+    from stages.processes import Process
 
     class Wordy:
         reads_history = True
@@ -232,7 +255,12 @@ def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
             return grade
 
     task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
-    parties = Parties(Wordy(), Wordy(), Judge([task], None), Rules(None, None, 2, reply_chars, 0))
+    flags = ["--tasks", "t", "--agent", "scripted", "--human", "scripted", "--max_turns", "2",
+             "--output", "o"]
+    if reply_chars:
+        flags += ["--reply_chars", str(reply_chars)]
+    rules = rollout_settings(parse_args(flags), [task], Process(0, 1, "cpu")).rules
+    parties = Parties(Wordy(), Wordy(), Judge([task], None), rules)
     (episode,) = interleave([play(task, 0, parties, lambda: None)], 1)
     assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
 

@@ -332,6 +332,17 @@ def test_same_name_twice_is_another_seed_and_a_clash_with_against_is_refused(tmp
         evaluated(tmp_path, *flags, "--against", f"p={tmp_path}/s0.jsonl")
 
 
+def test_two_files_of_one_name_are_no_seeds_unless_a_name_says_so(tmp_path):
+    paths = []
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "sweet.jsonl", [episode(0, reward=1.0)])
+        paths.append(f"{tmp_path}/{folder}/sweet.jsonl")
+    with pytest.raises(SystemExit, match="found a second file named 'sweet', expected NAME=FILE"):
+        evaluate.read_policies(paths)
+    assert len(evaluate.read_policies([f"sweet={path}" for path in paths])["sweet"]) == 2
+
+
 def test_a_name_that_against_has_too_is_refused_before_anything_is_played(tmp_path):
     write_rows(tmp_path / "base.jsonl", [episode(0)])
     flags = ["--tasks", "toy:backend:test", "--agent", "toy/base", "--against",
@@ -576,6 +587,7 @@ def test_a_flag_that_is_used_is_accepted(flags):
     ("--output o", "--episodes to evaluate"),
     ("--metrics m", "--episodes to evaluate"),
     ("--tasks t --output o", "--agent"),
+    ("--tasks t --agent http://m/v1 --output o", "a name"),
 ])
 def test_a_command_without_episodes_or_a_policy_says_what_it_needs(flags, named):
     with pytest.raises(SystemExit, match=f"expected.*{named}|{named}"):

@@ -356,15 +356,6 @@ def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_pat
     assert not (tmp_path / "policy").exists()
 
 
-def test_a_file_that_collect_did_not_write_is_never_overwritten(tmp_path):
-    precious = tmp_path / "tasks.jsonl"
-    precious.write_text("mine\n")
-    with pytest.raises(SystemExit, match=f"{precious}: found .*another --output"):
-        collect.parse_args(
-            ["--tasks", str(precious), "--agent", "scripted", "--output", str(precious)])
-    assert precious.read_text() == "mine\n"
-
-
 def test_real_tasks_need_a_human(tmp_path):
     task = {"problem_description": "d", "ground_truth": "def f(): return 1",
             "test_cases": {"a": "f()"}}
@@ -599,11 +590,26 @@ def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
     prompt.write_text("Ask.")
     args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted",
                                "--agent_prompt", str(prompt), "--output", str(output)])
-    collect.claim_rollout(f"{output}.run.json", vars(args), PROCESS)
+    collect.claim_rollout(output, vars(args), PROCESS)
     output.write_text(json.dumps(episode("t", 1.0)) + "\n")
     prompt.write_text("Answer.")
     with pytest.raises(SystemExit, match="differs in .*prompt.txt"):
-        collect.claim_rollout(f"{output}.run.json", vars(args), PROCESS)
+        collect.claim_rollout(output, vars(args), PROCESS)
+
+
+@pytest.mark.parametrize("script", ["collect.py", "evaluate.py"])
+def test_a_file_that_no_script_wrote_is_neither_emptied_nor_taken_for_episodes(tmp_path, script):
+    tasks = tmp_path / "test.jsonl"
+    task = json.dumps({"problem_description": "Add.", "test_cases": {"a": "f(1)"},
+                       "ground_truth": "def f(x): return x"}) + "\n"
+    tasks.write_text(task)
+    output = ["--output", tasks]
+    if script == "evaluate.py":
+        output = ["--name", "test", "--output", tmp_path]
+    result = run_script(script, "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
+                        *output, check=False)
+    assert result.returncode and "found a file that these scripts did not write" in result.stderr
+    assert tasks.read_text() == task
 
 
 # -----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from speakers.server import ServerSpeaker
 from stages.processes import Process
 
 ALONE = Process(0, 1, "cpu")
-RULES = Rules(agent_prompt=None, human_prompt=None, max_turns=10, reply_chars=None, seed=0)
+RULES = Rules(agent_prompt="Ask.", human_prompt="Reply.", max_turns=10, reply_chars=400, seed=0)
 
 # -----------------------------------------------------------------------------
 # Parties under the test's control. Nothing here sleeps
