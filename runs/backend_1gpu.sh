@@ -6,12 +6,13 @@
 #   vllm serve Qwen/Qwen2.5-7B-Instruct-AWQ --gpu-memory-utilization 0.4 --max-model-len 8192
 #     (in an environment of its own, beside the 0.5B policy. The 7B policy needs the whole card: then
 #     the human is elsewhere, at HUMAN_URL, a second card or an API)
-# Estimated (docs/measured.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 20 GB
-# of disk, with LORA=1 100.
+# Estimated (docs/measured.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 8 GB
+# of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
 # The learning rates are starts that nobody has tried: watch train/margin rise.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}")
 OUT=${OUT:-runs/out/backend_1gpu}
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -20,9 +21,11 @@ TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 200)
 TRAINING=(--lr 2e-6 --max_length 4096)
 TOKENS=(--max_new_tokens 512)
 STATES=(--data_fraction 0.1)
+PLAYING=()
 if [ -n "${LORA:-}" ]; then
   MODEL=Qwen/Qwen2.5-7B-Instruct
   TRAINING=(--lora_rank 16 --lr 2e-5 --max_length 4096)
+  PLAYING=(--batch_size 16) # the caches of more dialogues do not fit beside 15 GB of weights
 fi
 if [ -n "${SHORT:-}" ]; then
   MODEL=toy/base
@@ -34,7 +37,7 @@ if [ -n "${SHORT:-}" ]; then
 fi
 
 play() { # NAME AGENT FLAGS...
-  python evaluate.py "${TEST[@]}" "${HUMAN[@]}" "${TOKENS[@]}" --agent "$2" --name "$1" \
+  python evaluate.py "${TEST[@]}" "${HUMAN[@]}" "${TOKENS[@]}" "${PLAYING[@]}" --agent "$2" --name "$1" \
     --output "$OUT/test" "${@:3}"
 }
 
@@ -43,7 +46,7 @@ play base "$MODEL"
 
 # episodes, critic, policy
 python collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${HUMAN[@]}" "${TOKENS[@]}" \
-  --output "$OUT/episodes.jsonl"
+  "${PLAYING[@]}" --output "$OUT/episodes.jsonl"
 python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" --pairs all \
   "${TRAINING[@]}" --output "$OUT/critic"
 python train_policy.py --method sweet --episodes "$OUT/episodes.jsonl" --model "$MODEL" \

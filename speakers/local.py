@@ -334,6 +334,8 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
     model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
     announce_device(str(device))
     gc.collect()  # frees what is left of an earlier model before the next one is loaded
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
     apart = dtype == "bfloat16" and has_matrices(path)
     try:

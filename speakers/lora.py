@@ -94,9 +94,10 @@ def matrices_off(model):
 def merge(weights, model):
     """(weights of the plain architecture, W + alpha / rank B A, fp32; A and alpha / rank B alone).
 
-    Matrices of an earlier training have `.base` in their names.
+    `weights` is emptied. Matrices of an earlier training have `.base` in their names.
     """
-    merged, matrices = {name: weight.float() for name, weight in weights.items()}, {}
+    merged = {name: weights.pop(name).float() for name in list(weights)}  # never all of both
+    matrices = {}
     for name, layer in reversed(lora_layers(model).items()):  # the innermost first
         down, up = merged.pop(f"{name}.down"), layer.scale * merged.pop(f"{name}.up")
         alone = layer.earlier and not name.endswith(".base")  # this training has not touched it

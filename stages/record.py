@@ -1,5 +1,6 @@
 """run.json, the record of a run: the same command resumes its output, another one is refused."""
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -74,6 +75,11 @@ def hold_lock(path):
         raise SystemExit(f"{path}: found another run that writes to this output"
                          f" ({lock.read().strip()}), expected it to be free; wait for that run or"
                          " stop it") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        print(f"{path.parent}: this file system has no locks; make sure that no other run writes"
+              " to this output", file=sys.stderr)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}")
     lock.flush()

@@ -30,7 +30,9 @@ from training.ranks import ShardSettings, shard, trained_parameters  # noqa: E40
 
 
 class StepFigures(TorchDispatchMode):
-    """Counts collectives, and the bytes of all storages that are alive, at matrix products."""
+    """Counts collectives, and the bytes of all storages that are alive where most may be."""
+
+    PEAKS = "aten::mm", "aten::exp", "aten::mul.Tensor"
 
     def __init__(self, model):
         super().__init__()
@@ -51,7 +53,7 @@ class StepFigures(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.storages[tensor.untyped_storage()] = True
         # FSDP resizes storages in place, so all are summed up anew; seldom, since that is slow
-        if function.namespace == "c10d" or function.name() == "aten::mm":
+        if function.namespace == "c10d" or function.name() in self.PEAKS:
             self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         return result
 
@@ -69,7 +71,8 @@ def main(args):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         num_hidden_layers=args.layers, hidden_size=args.width, intermediate_size=4 * args.width,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=256, pad_token_id=0))
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=args.vocabulary,
+        pad_token_id=0))
     if args.lora_rank:
         model = add_matrices(model.to(torch.bfloat16),
                              LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
@@ -90,7 +93,7 @@ def main(args):
         "rank": process.rank, "parameters": parameters,
         "trained": sum(parameter.numel() for parameter in trained_parameters(model)),
         "collectives": figures.collectives,
-        "bytes_per_parameter": figures.peak * process.world / parameters,
+        "peak": figures.peak, "bytes_per_parameter": figures.peak * process.world / parameters,
         "loss": metrics["train/loss"], "gradient": metrics["optim/grad_norm"]})
     if process.leads:  # lines of several ranks could run into one another
         print("\n".join(map(json.dumps, of_ranks)), flush=True)
@@ -102,6 +105,7 @@ def parse_args(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=16, help="of a dialogue")
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--checkpointing_every", type=int, default=1)

@@ -1,5 +1,6 @@
 """Outputs that grow, are locked, are taken over. Run: pytest tests/test_growth.py"""
 
+import errno
 import fcntl
 import json
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, metrics, run_script, weights, write_episodes
 
-from stages.record import changes_since
+from stages.processes import Process
+from stages.record import changes_since, claim_output
 
 
 def rollout(path, *more, **options):
@@ -111,6 +113,18 @@ def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_no
         holder.communicate()
     rollout(path, "--num_tasks", 2)
     assert len(path.read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, code):
+    def no_locks(*_):
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    record = tmp_path / "run.json"
+    claim_output(record, {"seed": 0}, [], Process(0, 1, "cpu"), ())
+    assert record.is_file()
+    assert f"{tmp_path}: this file system has no locks" in capsys.readouterr().err
 
 
 def test_a_worker_that_outlives_its_torchrun_keeps_the_output_locked(tmp_path):

@@ -524,6 +524,28 @@ def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+class Follower(Process):
+    """A rank whose node does not see what the leader has saved."""
+
+    SEEN_BY_LEADER = Path("shared/state")
+
+    def from_leader(self, value):
+        return self.SEEN_BY_LEADER
+
+    def barrier(self):
+        pass
+
+
+def test_a_rank_that_does_not_see_the_leaders_state_stops_and_starts_from_no_other_weights(
+        tiny, tmp_path):
+    model, rank = load_model(tiny()), Follower(1, 2, "cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SystemExit, match="shared/state: found the state of a run of 0 processes"):
+        checkpoints.load_state(tmp_path / "state", model, optimizer, rank)
+    with pytest.raises(SystemExit, match="found the state of a run of 0 processes"):
+        checkpoints.is_complete(tmp_path, None, rank)
+
+
 def test_a_wrong_critic_stops_before_anything_is_sampled(tiny, tmp_path):
     shutil.copytree(tiny(), tmp_path / "no_critic")
     result = run_script(

@@ -187,6 +187,8 @@ def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
                                                         ("--lora_targets", "up_proj"))):
         run_script("train_policy.py", *training(trained / "episodes.jsonl", before,
                                                 tmp_path / after, *flags, *more))
+    # its weights are fp32 for whoever reads it, although training froze them in bf16
+    assert json.loads((tmp_path / "first/config.json").read_text())["dtype"] == "float32"
     base = load_model(tiny(), dtype="bfloat16")
     apart = load_model(str(tmp_path / "second"), dtype="bfloat16")
     layer = apart.model.layers[0].mlp.up_proj

@@ -30,10 +30,12 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
     if process.leads:
         partial = output / "checkpoint.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        model.config.dtype = torch.float32
         weights, matrices = merge(weights, model)
         with writing(partial):
             model.save_pretrained(partial, state_dict=weights)
+            # it has written the dtype of the weights in memory, which LoRA keeps frozen in bf16
+            model.config.dtype = torch.float32
+            model.config.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             if matrices:
                 save_file(matrices, partial / MATRICES)
@@ -50,10 +52,12 @@ def is_complete(output, max_steps, process):
 
     A run that --max_steps has cut keeps its state, and a larger --max_steps resumes it.
     """
-    if not (output / "config.json").is_file():
+    if not process.from_leader((output / "config.json").is_file()):
         return False
     state = output / "state"
-    to_resume = state.is_dir() and read_state(state, process)["step"] < (max_steps or math.inf)
+    to_resume = process.from_leader(state.is_dir())
+    if to_resume:
+        to_resume = read_state(state, process)["step"] < (max_steps or math.inf)
     process.barrier()  # all ranks have looked
     if process.leads:
         if to_resume:
@@ -121,7 +125,9 @@ def load_state(folder, model, optimizer, process):
     old = folder.with_name("state.old")
     if not folder.is_dir() and old.is_dir():
         folder = old  # killed between the two renames of save_state
-    if not folder.is_dir():
+    # the leader decides for all: nodes may see a shared folder at different times
+    folder = process.from_leader(folder if folder.is_dir() else None)
+    if folder is None:
         return 0
     state = read_state(folder, process)
     parameters = trained_parameters(model)
@@ -143,7 +149,7 @@ def load_state(folder, model, optimizer, process):
 def read_state(folder, process):
     """This rank's part of a saved state; a state of another number of processes is refused."""
     path = folder / f"rank{process.rank}.pt"
-    found = len(list(folder.iterdir()))
+    found = len(list(folder.glob("*")))
     try:
         state = None
         if path.is_file():

@@ -10,13 +10,16 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from speakers.attention import use_attention
 
 # A pack may be as long as the longest dialogue by default; its mask grows with the square
 PACK_LIMIT = 8192
-# Agent tokens of a pack at most: each has logits over the vocabulary, 8 bytes an entry when scored
+# Agent tokens of a pack at most: each has logits over the vocabulary
 SCORED_LIMIT = 2048
+# Agent tokens whose logits are in fp32 at a time
+LOGITS_AT_ONCE = 512
 
 
 def in_packs(forward_packs, model, rows, packs_at_once=None):
@@ -109,9 +112,9 @@ def pack_limit(model):
 
 
 def pack_rows(rows, limit=PACK_LIMIT):
-    """Packs of rows, in their order; `limit` tokens each at most, unless one row is longer.
+    """Packs of adjacent rows.
 
-    And SCORED_LIMIT agent tokens.
+    A pack of several rows has at most `limit` tokens and SCORED_LIMIT agent tokens.
     """
     packs = []
     for row in rows:
@@ -139,24 +142,31 @@ def can_pack(model):
 def token_logprobs(model, packs):
     """(log-probs of agent tokens, turn indices), (R, T) each; packs are the rows here.
 
-    Logits exist only where an agent token is next.
+    Logits exist only where an agent token is next, and their fp32 copies only a part at a time: the
+    backward computes those again. Together they would be the peak of a step's memory.
     """
     batch = collate(packs, model.device)
     row, column = (batch["turn_index"] >= 0).nonzero(as_tuple=True)  # the n scored tokens
     source = batch["sources"][row, column]  # (n,): the column whose logits predict each token
     with head_at(model.get_output_embeddings(), row, source):
         logits, = forward(model, packs, batch)  # (n, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target = batch["ids"][row, column]
-    picked = logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)  # (n,)
+    picked = torch.cat([checkpoint(picked_logprobs, *part, use_reentrant=False) for part in zip(
+        logits.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)])  # (n,)
     logprobs = torch.zeros_like(batch["ids"], dtype=picked.dtype)
     logprobs = logprobs.index_put((row, column), picked)
     return logprobs, batch["turn_index"]
 
 
+def picked_logprobs(logits, target):
+    """Log-probs of the target tokens, in fp32: (n, V), (n,) -> (n,)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)
+
+
 @contextlib.contextmanager
 def head_at(head, row, column):
-    """Within it the output layer computes these n places alone: of (R, T, H) it makes (1, n, V)."""
+    """Within it the output layer computes only these n positions: (R, T, H) -> (1, n, V)."""
     hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][row, column][None],))
     try:
         yield
@@ -165,10 +175,10 @@ def head_at(head, row, column):
 
 
 def forward_values(model, packs):
-    """The value head at the mean state of all tokens up to each turn's end; (R, S).
+    """(values, exists), (R, S) each: the value head at the mean state of all tokens up to each
+    turn's end, and 1 where the turn exists.
 
-    And 1 where the turn exists, (R, S). The head is linear, so that its value at the mean of the
-    states is the mean of its values at all of them.
+    The head is linear, so its value at the mean of the states is the mean of its values at them.
     """
     batch = collate(packs, model.device)
     values = forward(model, packs, batch)[..., 0].float()  # (R, T)
