@@ -102,8 +102,8 @@ def reasons_of(grade, last_message):
 
 def lacks_answer(episode):
     """Whether the dialogue ends without an answer, so that a question was graded in its place."""
-    # of a page, the reason says how it was drawn; the official episodes have none
-    if episode["reasons"] and not DOMAINS[episode["task"]["domain"]].pages:
+    # only tests give such reasons; the official episodes have none
+    if episode["reasons"] and "test_cases" in episode["task"]:
         return "no answer" in episode["reasons"].values()
     last = episode["dialogue_history"][-1]
     text = last.get("output") or last["content"]
@@ -437,7 +437,7 @@ class Domain(typing.NamedTuple):
     human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
     # whether an answer is right, with a reward of 1, or wrong; otherwise the reward is all there is
     has_success: bool = True
-    reward_heading: str = "Tests passed %"
+    reward_heading: str = "Reward × 100"
     pages: bool = False  # answers are web pages: drawn for human, critic and report
     flags: tuple = ()  # fields of RefereeSettings that this domain uses; others are refused
     check: typing.Callable | None = None  # (tasks, judge, require_protection): see check_command
@@ -471,6 +471,7 @@ DOMAINS = {
         referee=BackendReferee,
         one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
         complete=complete_backend,
+        reward_heading="Tests passed %",
         flags=("judge", "require_protection"),
         check=check_solutions,
     ),
@@ -627,6 +628,9 @@ def load_episodes(paths, agent_prompt=None):
     a file with the agent's instructions for episodes that omit them, such as the official ones.
     """
     episodes, tasks, next_sample, prompt = [], {}, {}, read_prompt(agent_prompt)
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise SystemExit(f"{' '.join(map(str, paths))}: found a file of episodes twice, expected"
+                         " each once")
     for path in paths:
         found = read_episodes(path, tasks)
         offset = {task_id: next_sample.get(task_id, 0) for task_id in group_by_task(found)}
@@ -637,6 +641,7 @@ def load_episodes(paths, agent_prompt=None):
             if episode.get("agent_prompt") is None:
                 episode["agent_prompt"] = prompt
         episodes += found
+    one_domain([episode["task"] for episode in episodes])
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)
 
@@ -649,8 +654,8 @@ def check_same_task(tasks, task, where):
     content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
     if tasks.setdefault(task["task_id"], content) != content:
         raise SystemExit(f"{where}: found the task_id {task['task_id']!r} with two different tasks,"
-                         " expected one; give only files that were made from one task file, or name"
-                         " its tasks apart")
+                         " expected one; give only files made from the same task file, or give the"
+                         " tasks different ids")
 
 
 def group_by_task(episodes):
@@ -793,6 +798,8 @@ def read_jsonl(path):
         raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
     with open(path, "rb") as file:
         for line_number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             where = f"{path}: line {line_number}"
             try:
                 row = json.loads(line)
@@ -955,11 +962,11 @@ def check_command(path, judge, require_protection):
         if active:
             state = "active"
         elif name in SECOND_LINES:
-            state = "MISSING (a second line of defence; answers are closed in without it)"
+            state = "MISSING (a second line of defence; answers are confined without it, too)"
         else:
             state = "MISSING"
         print(f"protection {name:14s} {state}")
-    if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
+    if rows and len(rows) == sum(len(task.get("test_cases", ())) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
     return not broken
@@ -967,7 +974,7 @@ def check_command(path, judge, require_protection):
 
 def solution_advice(task, name, reason):
     """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
-    if re.match(r"\s*assert\b", task["test_cases"][name]):
+    if re.match(r"\s*assert\b", task.get("test_cases", {}).get(name, "")):
         return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
                 " value with the solution's)")
     if reason == "the solution raised ModuleNotFoundError":

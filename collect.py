@@ -378,7 +378,7 @@ def add_rollout_flags(parser):
     group = parser.add_argument_group("tasks")
     add("--tasks", help="task file, or toy:backend:train, toy:frontend:test, ...")
     add("--num_tasks", type=int,
-        help="the first so many tasks (default: all; 1000 of a toy world)")
+        help="play only the first NUM_TASKS tasks (default: all; of a toy world 1000)")
     add("--skip_unsolvable", action="store_true",
         help="omit tasks that their own solution cannot solve")
     add("--seed", type=int, default=0, help="seed of all sampling")
@@ -405,7 +405,7 @@ def add_rollout_flags(parser):
     add("--reply_chars", type=int,
         help="cut human replies here (default: 400 backend, 1000 frontend)")
     add("--judge", choices=("fixed", "official"), default="fixed",
-        help="grading semantics (README)")
+        help="grading semantics: ours, or those of the official code")
     add("--require_protection", action="store_true",
         help="refuse to run if the sandbox lacks a protection")
     add("--clip", help="reward of pages: CLIP model or none (default:"
@@ -485,7 +485,7 @@ def rollout_settings(args, tasks, process):
         check_human_prompt(args.human_prompt, human_prompt, tasks[0])
     refuse_ignored_words(args, human_spec)
     if not args.human and not all("toy" in task for task in tasks):
-        raise SystemExit("found no --human for tasks of no toy world; expected a server or a model"
+        raise SystemExit("found no --human, which these tasks need; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
     agent = SpeakerSettings(args.agent_model, args.temperature, args.max_new_tokens,
                             args.batch_size, process.device, args.dtype)
@@ -511,7 +511,7 @@ def refuse_ignored_words(args, human_spec):
     """A model's name where no server is asked for it, and a prompt that no model reads."""
     for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
         if getattr(args, name) is not None and not is_server(spec):
-            refuse_flag(args, name, f"where {spec} is no server's address")
+            refuse_flag(args, name, f"because {spec} is not the address of a server")
     if args.human_prompt is not None and human_spec.partition(":")[0] == "scripted":
         refuse_flag(args, "human_prompt", "by a scripted human")
 

@@ -6,7 +6,7 @@ How it works (SWEET-RL section 5):
      an error and nowhere else.
   3. Each 95 % interval is a bootstrap over tasks, and over seeds where a policy has several files.
      Where all outcomes agree, a bootstrap has no width, and Wilson's interval takes its place.
-  4. The best policy is compared with each other one on the same tasks, and those of `--episodes`
+  4. The best policy is compared with every other one on the same tasks, and those of `--episodes`
      with those of `--against`: difference, interval, sign test, win rate.
   5. `--best_of_n` lets a critic or a grader model choose each turn among N candidates.
 
@@ -16,7 +16,7 @@ How it works (SWEET-RL section 5):
     python evaluate.py --episodes sweet=seed0.jsonl sweet=seed1.jsonl \
         --output runs/evaluation                                          # one policy, two seeds
     python evaluate.py --tasks test.jsonl --agent policy --best_of_n 1 4 16 --critic critic \
-        --output runs/best_of_n
+        --human http://localhost:8000/v1 --output runs/best_of_n
     python evaluate.py --metrics runs/critic/metrics.jsonl --report runs/training.html
                                                           # watch a training run; no episodes yet
 
@@ -58,7 +58,7 @@ from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.names import is_server
 from stages.flags import flag_parser, refuse_ignored, require_at_least
 from stages.processes import join_processes, launch
-from train_critic import Critic
+from train_critic import Critic, critic_flags
 
 # -----------------------------------------------------------------------------
 # From episodes to numbers
@@ -342,12 +342,13 @@ def rollout_names(args):
     return {f"{base}-best-of-{count}": count for count in args.best_of_n}
 
 
-def roll_out(args, process):
-    """Play --tasks with --agent, once for each N of --best_of_n.
+def roll_out(args, theirs, process):
+    """Play --tasks with --agent, once for each N of --best_of_n, to compare with `theirs`.
 
     Returns policy name -> its one run of episodes; they are on the leading process only.
     """
     tasks = rollout_tasks(args, process)
+    refuse_other_tasks(tasks, theirs)
     settings = rollout_settings(args, tasks, process)
     jobs = all_jobs(tasks, args.samples_per_task)
     flags = dict(vars(args))
@@ -370,6 +371,18 @@ def roll_out(args, process):
     return policies
 
 
+def refuse_other_tasks(tasks, theirs):
+    """What is compared must have been played on the same tasks."""
+    ids = {task["task_id"] for task in tasks}
+    for name, runs in theirs.items():
+        for run in runs:
+            others = ids ^ {episode["task"]["task_id"] for episode in run}
+            if others:
+                raise SystemExit(f"found {len(others)} tasks that only one of --tasks and --against"
+                                 f" {name!r} has, expected the same tasks; choose others with"
+                                 " --tasks and --num_tasks, or omit the file")
+
+
 def refuse_same_names(ours, theirs, flag, advice):
     """Two policies of one name could not be told apart."""
     for name in ours:
@@ -385,6 +398,10 @@ def refuse_same_names(ours, theirs, flag, advice):
 def main(args):
     process = join_processes()
     training = read_training(map(split_name, args.metrics))
+    if args.critic and not is_grader(args.critic):
+        critic_flags(args.critic)
+    if args.report:
+        Path(args.report).parent.mkdir(parents=True, exist_ok=True)
     theirs = read_policies(args.against)
     if args.episodes:
         ours = read_policies(args.episodes)
@@ -392,7 +409,7 @@ def main(args):
     elif args.tasks:
         refuse_same_names(rollout_names(args), theirs, "--agent",
                           "name the one that is played now with --name")
-        ours = roll_out(args, process)
+        ours = roll_out(args, theirs, process)
     else:
         ours = {}
     if not process.leads:
@@ -418,7 +435,6 @@ def main(args):
         sources = episode_files(args, policies)
         data = overview(Summary(results, sentences, tables), policies, sources, training)
         episodes = packed_episodes(policies, args.leak_threshold, PAGE_BYTES - len(as_json(data)))
-        Path(args.report).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(args.report, filled_page(data, episodes))
         print(f"\nreport: {args.report}")
 
@@ -476,7 +492,7 @@ def parse_args(argv=None):
     group.add_argument("--critic_model", help="model name to ask a grader's server for")
     group = parser.add_argument_group("statistics")
     group.add_argument("--leak_threshold", type=float, default=0.5,
-                       help="share of the solution that makes a leak")
+                       help="share of the solution that a human reply must repeat to be a leak")
     group.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
     group = parser.add_argument_group("output")
     group.add_argument("--output", help="directory for results.json and results.md")
@@ -518,6 +534,11 @@ def check_flags(parser, args, rollout_flags):
         if is_server(args.agent) and not args.agent_model and not args.name:
             raise SystemExit(f"found --agent {args.agent} without --name, expected a name for the"
                              " policy in tables and files")
+    if args.name and Path(args.name).name != args.name:
+        raise SystemExit(f"found --name {args.name}, expected a name without a folder: the"
+                         " episodes go to OUTPUT/NAME.jsonl")
+    if args.report and not args.report.endswith(".html"):
+        raise SystemExit(f"found --report {args.report}, expected FILE.html")
     if not args.output and (args.episodes or args.tasks):
         raise SystemExit("found no --output; expected a directory for results.json and results.md")
     if not args.report:

@@ -54,7 +54,7 @@ from speakers.vision import Sight, sees_pictures, vision_value_class
 from stages.flags import (
     add_dtype_flag, flag_parser, refuse_flag, refuse_ignored, require_at_least)
 from stages.processes import join_processes, launch
-from stages.record import claim_output, read_run, records
+from stages.record import claim_output, file_hash, read_run, records
 from toy.world import credit_auc, has_toy_credit
 from training.checkpoints import (
     REFERENCE, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
@@ -81,7 +81,9 @@ def turn_logprobs(logprobs, turn_index, turns):
     return sums, counts
 
 
-NORMALISERS = {  # name -> L of Eq. (3), from the counts of the turns' tokens (R, S)
+# name -> L of Eq. (3), from the counts of the turns' tokens (R, S). When a candidate is ranked, its
+# turn stands alone (S = 1), see `Critic`
+NORMALISERS = {
     "turn": lambda counts: counts,
     "trajectory": lambda counts: counts.sum(1, keepdim=True),  # the official code
     "none": torch.ones_like,  # the ablation of Table 3
@@ -97,7 +99,7 @@ def advantage(sums, reference_sums, counts, normalise="turn"):
     """
     ratio = sums - reference_sums  # log pi_theta - log pi_ref, summed over l
     length = known(NORMALISERS, normalise, "normalise")(counts)  # L
-    return ratio / length.clamp(min=1)
+    return ratio / torch.where(counts > 0, length, 1)
 
 
 def critic_loss(chosen, rejected, beta):
@@ -316,7 +318,9 @@ def main(args):
               f" {args.max_length}")
     if not items:
         advice = length_advice(report, args.max_length)
-        advice = advice or "; collect more episodes per task, or try --pairs all"
+        advice = advice or "; collect more episodes per task"
+        if args.pairs != "all":
+            advice += ", or try --pairs all"
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
                          f" episode, expected at least one{advice}")
     digest = check_same_items(items + held_items, process)
@@ -453,7 +457,7 @@ def length_advice(report, max_length):
     too_long = report.get("too_long", 0) + report.get("pairs_too_long", 0)
     if not too_long:
         return ""
-    return f"; raise --max_length {max_length}, which omitted {too_long} that are longer"
+    return f"; raise --max_length {max_length}: {too_long} episodes or pairs are longer"
 
 
 def open_reader(args):
@@ -583,7 +587,7 @@ class TrainingLoop:
         idle = self.process.world - settings.batch_size
         if idle > 0 and self.process.leads:
             print(f"--batch_size {settings.batch_size} is smaller than the number of processes,"
-                  f" {self.process.world}: {idle} of them add nothing to a step")
+                  f" {self.process.world}: {idle} of them add nothing; raise it or start fewer")
         start = load_state(state, self.model, self.optimizer, self.process)
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.save_at = time.monotonic() + 60 * settings.save_minutes
@@ -871,10 +875,17 @@ def critic_flags(path):
         raise SystemExit(f"{path}: found no run.json, expected a directory written by"
                          " train_critic.py")
     check_checkpoint(path)
-    flags = read_run(run)["flags"]
+    record = read_run(run)
+    flags = record["flags"]
     if not {"head", "normalise", "privileged", "max_length", "model", "lora_rank"} <= flags.keys():
         raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by"
                          " train_critic.py")
+    if flags["head"] == "logratio":  # its reference model is read again
+        check_checkpoint(flags["model"])
+        for base in records(flags["model"]):
+            if record["inputs"].get(base) != file_hash(base):
+                raise SystemExit(f"{path}: found that {base} has changed since, expected the model"
+                                 " that this critic was trained from; train the critic again")
     return flags
 
 
@@ -997,7 +1008,7 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add("--success_reward", type=float, default=SUCCESS_REWARD,
         help="least reward of a page that counts as a success")
     add("--margin", type=float, default=0.0,
-        help="least difference of reward in a pair (frontend: 0.1)")
+        help="least difference of reward in a pair; for pages, give 0.1")
     add("--share", choices=("pair", "state"), default="pair",
         help="which pairs share a forward pass and a step: pair: each alone; state: all pairs that"
         " start from one state (or task) are one item of a batch")
@@ -1022,7 +1033,7 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
     add("--lora_targets", nargs="+", default=list(LINEAR_LAYERS),
         help="linear layers of the decoder that get matrices")
     add("--length_window", type=int, default=1,
-        help="sort items by length within windows of so many batches, so that ranks wait less"
+        help="sort items by length within windows of this many batches, so that ranks wait less"
         " (1: plain shuffle)")
     add("--checkpointing_every", type=int, metavar="N",
         help="recompute the activations of every N-th layer in the backward; 0: of none (default: 1"

@@ -83,8 +83,8 @@ def make_pairs(texts, advantages, pairing, count, draw):
     """Up to `count` (chosen, rejected) indices among the N candidates of a state.
 
     halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
-    one that training the critic made likelier and one that it made less likely, of which a state
-    may have none; best_worst: from both ends inwards; random: any two, the better one chosen.
+    one of positive and one of negative advantage, if the state has both; best_worst: from both
+    ends inwards; random: any two, the better one chosen.
 
     A text sampled k times counts k times, so frequent texts are paired more often; all copies share
     the index of the first, so that it is encoded once. (A text that was once finished and once cut
@@ -350,6 +350,10 @@ def sample_candidates(states, sampling, output, process):
     """
     keys = [(episode["task"]["task_id"], episode["sample"], turn) for episode, turn, _ in states]
     store = ResumableJsonl(Path(output) / "candidates.sampled.jsonl", candidate_key, process)
+    counts = {len(row["candidates"]) for row in store.rows.values() if not row.get("error")}
+    if counts - {sampling.num_candidates}:
+        raise SystemExit(f"{store.path}: found {max(counts)} candidates of a state, expected"
+                         f" --num_candidates {sampling.num_candidates}; give the same number")
     mine = [(key, messages) for key, (_, _, messages)
             in list(zip(keys, states, strict=True))[process.rank::process.world]
             if key not in store.rows]
@@ -408,7 +412,7 @@ def check_critic(args):
     flags = critic_flags(args.critic)
     if flags["head"] == "value" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that has a value head, which needs"
-                         " no reference model; expected it to be omitted")
+                         " no reference model; omit --reference")
 
 
 def open_tokenizer(args, episodes):
@@ -523,9 +527,9 @@ def parse_args(argv=None):
     add("--data_fraction", type=float, default=0.1,
         help="share of the tasks whose turns are states")
     add("--states", choices=("all", "successes"), default="all",
-        help="turns of which episodes are states; the trained policy's own resemble those of"
-        " successes")
-    add("--states_per_task", type=int, help="draw so many states of each task (default: all)")
+        help="episodes whose turns are states; those of successes resemble the states that the"
+        " trained policy meets")
+    add("--states_per_task", type=int, help="draw this many states of each task (default: all)")
     add("--num_candidates", type=int, default=16, help="candidates of a state")
     add("--temperature", type=float, default=1.0, help="of the candidates")
     add("--max_new_tokens", type=int, default=1024, help="of a candidate")
@@ -545,7 +549,8 @@ def parse_args(argv=None):
         help="how pairs are drawn (paper: halves)")
     add = parser.add_argument_group("supervised (sft)").add_argument
     add("--privileged_episodes", nargs="+", default=[],
-        help="episodes to learn with the solution in front, so that a tiny model can read one")
+        help="more episodes, trained on with the solution in front, so that a tiny model learns"
+        " to read solutions")
     args = parser.parse_args(argv)
     if args.epochs is None:
         args.epochs = 1 if args.method == "sweet" else 4
@@ -575,16 +580,16 @@ def check_method_flags(parser, args):
             refuse_ignored(parser, args, ("sampler_model",), "without --sampler")
         elif not is_server(args.sampler):
             raise SystemExit(f"found --sampler {args.sampler}, expected the address of a server,"
-                             " http://host:port/v1; a model here is sampled as --model")
+                             " http://host:port/v1; to sample from --model itself, omit --sampler")
         if args.states != "successes":
             refuse_ignored(parser, args, ("success_reward",), "by --states all")
     if args.method == "mtdpo" and args.pairs != "success_vs_failure":
         refuse_ignored(parser, args, ("success_reward",), f"with --pairs {args.pairs}")
     if args.loss == "ipo" and args.beta == 0:
-        raise SystemExit("found --beta 0 with --loss ipo, expected more than 0: it divides by it")
+        raise SystemExit("found --beta 0 with --loss ipo, expected above 0: ipo divides by beta")
     if args.model == "toy" and args.method != "sft":
-        raise SystemExit("--model toy starts a model from nothing, which needs --method sft;"
-                         " elsewhere give toy/base")
+        raise SystemExit(f"found --model toy with --method {args.method}, expected --method sft, as"
+                         " toy starts from random weights; give toy/base or another checkpoint")
     if args.model == "toy" and args.lora_rank:
         raise SystemExit("found --lora_rank with --model toy, whose weights are random; expected a"
                          " trained model to start from")

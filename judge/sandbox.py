@@ -170,7 +170,7 @@ class Judge:
         if self.outcomes("", ["1"], "fixed", SOLUTION_FACTOR * seconds) != [describe(1)]:
             self.close()
             raise SystemExit(
-                "found a judge whose child cannot evaluate 1, expected 1; check process limits."
+                "found a judge that cannot run any code, expected it to; raise the process limits."
             )
 
     def __enter__(self) -> Judge:
@@ -284,7 +284,7 @@ def tell_once(status: dict[str, bool]) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
             f"judge: not active on this machine: {', '.join(missing)} (a harmful answer could use"
-            " that, so grade only what models you trust write, or use Linux 5.13 or newer)",
+            " that, so grade only code of models that you trust, or use Linux 5.13 or newer)",
             file=sys.stderr,
         )
 

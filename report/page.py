@@ -136,7 +136,7 @@ def training_method(flags):
         return f"{METHODS[flags['method']]}, from {short_name(flags['model'])}"
     if "head" in flags:
         head = {"logratio": "log-ratio critic", "value": "critic with a value head"}[flags["head"]]
-        sight = "" if flags["privileged"] == "none" else " that sees the solution"
+        sight = " that sees the solution" if flags["privileged"] == "ground_truth" else ""
         return f"{head}{sight}, from {short_name(flags['model'])}"
     return ""
 

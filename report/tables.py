@@ -119,7 +119,7 @@ def silent_policies(results):
         silent = policy["numbers"]["no_answer"]
         if silent and silent["value"] > 0.5:
             sentences.append(f"{100 * silent['value']:.0f} % of the episodes of {name} end without"
-                             " an answer: its success says little about the code that it writes.")
+                             " an answer: its success says little about its answers.")
     return sentences
 
 

@@ -45,8 +45,8 @@ policy() { # METHOD FLAGS...
     --output "$OUT/$1" "${TRAINING[@]}" "${@:2}"
 }
 
-# 0. the model as it is (22.4 % in the paper): a human or prompts that give something else show
-#    here, before days of training
+# 0. the model as it is (22.4 % in the paper): if the human or the prompts do not fit, it shows
+#    here, before hours of training
 play base "$MODEL"
 
 # 1. episodes: 5,000 tasks three times

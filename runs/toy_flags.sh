@@ -1,6 +1,6 @@
 # Flags of the embedded world's recipes, which source this file. docs/measured.md says how they were chosen.
 export OMP_NUM_THREADS=1
-# fresh pages cost time: keep what is freed
+# malloc keeps freed memory: new pages from the kernel take time
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
 DOMAIN=${DOMAIN:-backend}

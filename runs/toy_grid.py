@@ -38,7 +38,7 @@ def read_cells(root):
     """[((topics, prior, tasks), [test directory of each seed])], in the order of the table."""
     cells = {}
     for path in root.glob("*-*-*/*/test/sweet_no_privileged.jsonl"):
-        if (path.parent.parent / "episodes.jsonl").exists():  # they go once all is played
+        if (path.parent.parent / "episodes.jsonl").exists():  # a finished cell has none
             continue
         topics, prior, tasks = path.relative_to(root).parts[0].split("-")
         key = (float(prior), int(topics), int(tasks))

@@ -48,7 +48,7 @@ done
 for seed in $(seq 0 $((${1:-3} - 1))); do
   for tasks in 200 800 1500; do
     for cell in 16-0 64-0 256-0 16-0.5 64-0.5 256-0.5; do
-      done=$ROOT/$cell-$tasks/$seed # once all is played, the episodes go
+      done=$ROOT/$cell-$tasks/$seed # a finished cell has no episodes.jsonl
       [ -f "$done/test/sweet_no_privileged.jsonl" ] && [ ! -e "$done/episodes.jsonl" ] ||
         echo "${cell/-/ } $tasks $seed"
     done

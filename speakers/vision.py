@@ -209,7 +209,7 @@ class Sight:
     def _read(self, domain, solution, opening):
         messages = [{"role": role, "content": content} for role, content in opening]
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
-        if self.privileged != "none" and DOMAINS[domain].pages:
+        if self.privileged == "ground_truth" and DOMAINS[domain].pages:
             picture = self.draw(solution_page(solution))
         task = {"domain": domain, "ground_truth": solution}
         seen = critic_messages(task, messages, self.privileged, picture)

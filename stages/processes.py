@@ -40,7 +40,7 @@ class Process(typing.NamedTuple):
         return values[0]
 
 
-# Within a training step no rank waits for long, so one that is silent for so many minutes hangs.
+# Within a training step no rank waits for long, so one that is silent for this many minutes hangs.
 # With nccl, torch's watchdog then ends the process and says which collective timed out.
 STEP_MINUTES = 30
 
@@ -103,8 +103,8 @@ def launch(main, args):
             raise
         raise SystemExit(
             f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py, evaluate.py)"
-            " or --sampling_batch_size or --micro_batch_size (training), which the same --output"
-            " allows, or lower --max_length, or use more GPUs.") from None
+            " or --sampling_batch_size or --micro_batch_size (training) and rerun to"
+            " resume; or, with a new --output, lower --max_length or use more GPUs.") from None
 
 
 def leave_processes():

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from colbench import ResumableJsonl, write_atomically
+from speakers.names import is_server
 
 COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
 
@@ -104,10 +105,19 @@ def changes_since(before, flags, hashes, cost_flags):
         old, new = before["flags"].get(name), flags.get(name)
         if name in COUNTS and old is not None and (new is None or new > old):
             grown = True
-        elif new != old:
+        elif new != old and not (is_named_server(name, before["flags"])
+                                 and is_named_server(name, flags)):
             changed.append(name)
     changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
     return changed, grown
+
+
+def is_named_server(name, flags):
+    """Whether a flag is the address of a server whose model has a name, which is compared itself.
+
+    Such a server may be started again elsewhere, as on a cluster.
+    """
+    return bool(flags.get(f"{name}_model")) and is_server(flags[name])
 
 
 def has_output(record):

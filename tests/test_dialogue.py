@@ -18,6 +18,7 @@ from colbench import (
     end_of_turn,
     human_messages,
     leak_share,
+    load_episodes,
     read_episodes,
     read_tasks,
     reasons_of,
@@ -85,6 +86,21 @@ def test_a_repeated_official_row_is_another_task_and_a_repeated_id_is_refused(tm
     found = r"t\.jsonl: line 2: found task_id 'a' again .*line 1.*remove one"
     with pytest.raises(SystemExit, match=found):
         read_tasks(write(tmp_path / "t.jsonl", named, named))
+
+
+def test_blank_lines_are_no_tasks(tmp_path):
+    assert len(read_tasks(write(tmp_path / "t.jsonl", TASK, "", TASK, " "))) == 2
+
+
+def test_a_file_of_episodes_given_twice_and_domains_together_are_refused(tmp_path):
+    row = {"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": 1.0}
+    page = {"problem_description": "p", "ground_truth": "<html></html>"}
+    functions = write(tmp_path / "functions.jsonl", row)
+    pages = write(tmp_path / "pages.jsonl", row | {"task": page})
+    with pytest.raises(SystemExit, match="found a file of episodes twice"):
+        load_episodes([functions, f"{tmp_path}/./functions.jsonl"])
+    with pytest.raises(SystemExit, match="found backend and frontend tasks together"):
+        load_episodes([functions, pages])
 
 
 def test_a_missing_or_empty_file_is_a_sentence(tmp_path):

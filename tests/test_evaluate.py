@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 import evaluate
-from colbench import load_episodes
+from colbench import lacks_answer, load_episodes
 from collect import interleave, reply_of
 from speakers.interface import Request, SpeakerError, Utterance
 from report import page, statistics, tables
@@ -185,6 +185,14 @@ def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
     assert page.ending(episode(0, dialogue_history=history)) == "solved"
 
 
+def test_only_tests_tell_by_their_reasons_that_there_is_no_answer():
+    history = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "What now?"}]
+    row = episode(0, reward=0.0, dialogue_history=history, reasons={"exact match": "wrong"})
+    assert not lacks_answer(row)  # it is a piece of code, but a wrong one
+    del row["task"]["test_cases"]  # another domain's referee
+    assert lacks_answer(row)
+
+
 def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     def ending(text="I WANT TO ANSWER: x", finished=True, **more):
         turn = {"role": "assistant", "content": text, "finished": finished}
@@ -348,6 +356,24 @@ def test_a_name_that_against_has_too_is_refused_before_anything_is_played(tmp_pa
     flags = ["--tasks", "toy:backend:test", "--agent", "toy/base", "--against",
              f"{tmp_path}/base.jsonl", "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match="policy 'base' of --agent in --against, too.*--name"):
+        evaluate.main(evaluate.parse_args(flags))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_on_other_tasks_is_refused_before_anything_is_played(tmp_path):
+    base = write_rows(tmp_path / "base.jsonl", [episode(0), episode(1)])
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted",
+             "--against", base, "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="found 4 tasks that only one of --tasks and --against"):
+        evaluate.main(evaluate.parse_args(flags))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_critic_of_the_report_is_looked_at_before_anything_is_played(tmp_path):
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted",
+             "--critic", str(tmp_path / "none"), "--report", str(tmp_path / "r.html"),
+             "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="none: found no run.json"):
         evaluate.main(evaluate.parse_args(flags))
     assert not (tmp_path / "out").exists()
 
@@ -558,12 +584,12 @@ def test_a_grader_that_fails_stops_the_dialogue_and_does_not_choose_the_first(
     ("--episodes e --best_of_n 4 --critic c", "--best_of_n"),
     ("--episodes e --dtype float32", "--dtype"),
     ("--episodes e --critic c", "--critic"),
-    ("--episodes e --critic grader:m --report r", "--critic"),
-    ("--episodes e --critic c --critic_model m --report r", "--critic_model"),
+    ("--episodes e --critic grader:m --report r.html", "--critic"),
+    ("--episodes e --critic c --critic_model m --report r.html", "--critic_model"),
     ("--episodes e --critic_model m", "--critic_model"),
     ("--episodes e --metrics m", "--metrics"),
-    ("--metrics m --report r", "--output"),
-    ("--metrics m --report r --against e", "--against"),
+    ("--metrics m --report r.html", "--output"),
+    ("--metrics m --report r.html --against e", "--against"),
     ("--tasks t --agent a --critic c", "--critic"),
     ("--tasks t --agent a --critic grader:m --critic_model n --best_of_n 4", "--critic_model"),
 ])
@@ -574,9 +600,9 @@ def test_a_flag_that_would_be_ignored_is_refused(flags, named):
 
 @pytest.mark.parametrize("flags", [
     "--episodes e --seed 3",
-    "--episodes e --critic c --dtype float32 --report r --metrics m",
+    "--episodes e --critic c --dtype float32 --report r.html --metrics m",
     "--tasks t --agent a --critic c --best_of_n 1 4",
-    "--tasks t --agent a --critic c --report r",
+    "--tasks t --agent a --critic c --report r.html",
     "--tasks t --agent a --critic grader:http://m --critic_model n --best_of_n 4",
 ])
 def test_a_flag_that_is_used_is_accepted(flags):
@@ -588,6 +614,8 @@ def test_a_flag_that_is_used_is_accepted(flags):
     ("--metrics m", "--episodes to evaluate"),
     ("--tasks t --output o", "--agent"),
     ("--tasks t --agent http://m/v1 --output o", "a name"),
+    ("--tasks t --agent a --name ../b --output o", "a name without a folder"),
+    ("--episodes e --output o --report e.jsonl", "FILE.html"),
 ])
 def test_a_command_without_episodes_or_a_policy_says_what_it_needs(flags, named):
     with pytest.raises(SystemExit, match=f"expected.*{named}|{named}"):
@@ -597,7 +625,7 @@ def test_a_command_without_episodes_or_a_policy_says_what_it_needs(flags, named)
 def test_output_is_needed_with_episodes_and_metrics_alone_need_none():
     with pytest.raises(SystemExit, match="found no --output"):
         evaluate.parse_args("--episodes e".split())
-    assert evaluate.parse_args("--metrics m --report r".split()).output is None
+    assert evaluate.parse_args("--metrics m --report r.html".split()).output is None
 
 
 def test_best_of_n_without_a_critic_is_refused():

@@ -81,6 +81,18 @@ def test_max_steps_does_not_compress_the_learning_rate_schedule(tiny, tmp_path):
     assert rates[0] == rates[1][:3] and len(rates[1]) > 3
 
 
+def test_a_server_may_move_if_its_model_has_a_name_that_stays():
+    flags = {"human": "http://one:8000/v1", "human_model": "llama"}
+    moved = flags | {"human": "http://two:8000/v1"}
+    assert changes_since({"flags": flags, "inputs": {}}, moved, {}, ()) == ([], False)
+    other = moved | {"human_model": "qwen"}
+    assert changes_since({"flags": flags, "inputs": {}}, other, {}, ()) == (["human_model"], False)
+    before = {"flags": flags | {"human_model": None}, "inputs": {}}
+    assert changes_since(before, moved | {"human_model": None}, {}, ()) == (["human"], False)
+    local = {"human": "toy/base", "human_model": None}
+    assert "human" in changes_since({"flags": flags, "inputs": {}}, local, {}, ())[0]
+
+
 # -----------------------------------------------------------------------------
 # Taken over, and locked
 

@@ -607,6 +607,24 @@ def test_a_retrained_critic_is_another_input(tmp_path):
         claim(1)
 
 
+def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sampled(tmp_path):
+    critic, base = tmp_path / "critic", tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "run.json").write_text('{"flags": {"seed": 0}, "inputs": {}}')
+    flags = {"head": "logratio", "normalise": "turn", "privileged": "none", "max_length": 9,
+             "model": str(base), "lora_rank": 0}
+    claim_output(critic / "run.json", flags, records(base), PROCESS, ())
+    (critic / "config.json").write_text("{}")
+    assert train_critic.critic_flags(critic) == flags
+    (base / "run.json").write_text('{"flags": {"seed": 1}, "inputs": {}}')
+    with pytest.raises(SystemExit, match=f"{critic}: found that {base}/run.json has changed"):
+        train_critic.critic_flags(critic)
+    shutil.rmtree(base)
+    with pytest.raises(SystemExit, match=f"{base}: no such directory"):
+        train_critic.critic_flags(critic)
+
+
 def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
     prompt, output = tmp_path / "prompt.txt", tmp_path / "episodes.jsonl"
     prompt.write_text("Ask.")

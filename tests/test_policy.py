@@ -372,7 +372,8 @@ def test_rft_takes_successes_only_and_sft_everything(trained):
 def test_samples_of_a_task_in_two_files_are_numbered_on_so_that_no_state_has_two_dialogues(
         trained, tmp_path):
     once, _ = load_episodes([trained / "episodes.jsonl"])
-    twice, _ = load_episodes([trained / "episodes.jsonl"] * 2)
+    shutil.copy(trained / "episodes.jsonl", tmp_path / "more.jsonl")
+    twice, _ = load_episodes([trained / "episodes.jsonl", tmp_path / "more.jsonl"])
     keys = [(episode["task"]["task_id"], episode["sample"]) for episode in twice]
     assert len({*keys}) == len(keys) == 2 * len(once) and twice[:len(once)] == once
     other = once[0] | {"task": once[0]["task"] | {"task_id": "other"}}
@@ -465,6 +466,12 @@ def test_a_run_that_stops_after_sampling_is_continued_by_the_command_without_tha
     assert "give the same command without --stop_after" in done.stdout
     left = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name[0] != ".")
     assert left == ["candidates.sampled.jsonl", "run.json"]
+    copied = tmp_path / "copied/candidates.sampled.jsonl"  # as for another critic
+    copied.parent.mkdir()
+    shutil.copy(tmp_path / "out/candidates.sampled.jsonl", copied)
+    refused = run_script("train_policy.py", *sweet(trained, tiny(), copied.parent,
+                                                   "--num_candidates", 3), check=False)
+    assert f"{copied}: found 6 candidates of a state, expected --num_cand" in refused.stderr
     run_script("train_policy.py", *command)
     assert same_weights(trained / "sweet", tmp_path / "out")
 

@@ -325,7 +325,7 @@ def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path,
     rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
     done = run_script(script, *flags, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
                       tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
-    assert "raise --max_length 8, which omitted 2 that are longer" in done.stderr
+    assert "raise --max_length 8: 2 episodes or pairs are longer" in done.stderr
     assert "collect more" not in done.stderr and "Traceback" not in done.stderr
 
 
