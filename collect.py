@@ -300,8 +300,10 @@ def add_outcomes(totals, episodes):
     for episode in episodes:
         if not episode["error"]:
             totals["played"] += 1
-            totals["tested"] += episode["success"] is not None
-            totals["passed"] += episode["success"] is True
+            if episode["success"] is not None:
+                totals["tested"] += 1
+            if episode["success"]:
+                totals["passed"] += 1
             totals["reward"] += episode["reward"]
     return totals
 

@@ -139,7 +139,7 @@ def episode_numbers(episode, leak_threshold, in_tokens):
         words = [len((turn.get("output") or turn["content"]).split()) for turn in agent_turns]
         numbers["tokens"] = float(sum(words))
     if episode["success"] is not None:
-        leaking = (episode["leak"] or 0.0) >= leak_threshold
+        leaking = episode["leak"] >= leak_threshold
         numbers["success"] = float(episode["success"])
         numbers["leaking"] = float(leaking)
         numbers["no_answer"] = float(lacks_answer(episode))
@@ -178,7 +178,9 @@ def score(policies, settings):
     )
     samples = [max(Counter(e["task"]["task_id"] for e in run).values()) for run in all_runs]
     most = max(samples)
-    powers = [k for k in range(2, most + 1) if k == most or k & (k - 1) == 0]  # 2, 4, 8, ..., most
+    powers = [2**exponent for exponent in range(1, 30) if 2**exponent < most]
+    if most > 1:
+        powers.append(most)  # 2, 4, 8, ..., most
     generator = numpy.random.default_rng(settings.seed)
     task_draws = draw_counts(generator, len(task_ids), settings.draws)
     results = {
@@ -273,7 +275,7 @@ def best_by_critic(critic, request, candidates):
     """The index of the greatest advantage; the first where the state is too long for the critic."""
     texts = [candidate.text for candidate in candidates]
     finished = [candidate.finished for candidate in candidates]
-    advantages = critic.score(request.task, request.messages, texts, finished)
+    advantages = critic.advantages(request.task, request.messages, texts, finished)
     if advantages is None:
         return 0
     # an empty text has no tokens, and so an advantage of 0 that says nothing

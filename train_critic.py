@@ -60,8 +60,8 @@ from training.checkpoints import (
     REFERENCE, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from training.packing import forward_values, in_packs, pack_limit, pack_rows, token_logprobs
 from training.ranks import (
-    check_same_items, load_trainable, score_on_all_ranks, shard,
-    shard_settings, split_over_ranks, trained_parameters)
+    check_same_items, items_digest, load_trainable, score_on_all_ranks, shard, shard_settings,
+    split_over_ranks, trained_parameters)
 
 # -----------------------------------------------------------------------------
 # The equations
@@ -98,7 +98,7 @@ def advantage(sums, reference_sums, counts, normalise="turn"):
     each turn; a turn without tokens gets 0.
     """
     ratio = sums - reference_sums  # log pi_theta - log pi_ref, summed over l
-    length = known(NORMALISERS, normalise, "normalise")(counts)  # L
+    length = NORMALISERS[normalise](counts)  # L
     return ratio / torch.where(counts > 0, length, 1)
 
 
@@ -108,13 +108,6 @@ def critic_loss(chosen, rejected, beta):
     Advantages of all turns of both dialogues, (B, S) and (B, S) -> (B,).
     """
     return -F.logsigmoid(beta * chosen.sum(1) - beta * rejected.sum(1))
-
-
-def known(table, name, kind):
-    """The entry of a table of ablations; an unknown name raises."""
-    if name not in table:
-        raise ValueError(f"found {kind} {name!r}, expected one of {', '.join(table)}")
-    return table[name]
 
 
 # -----------------------------------------------------------------------------
@@ -167,7 +160,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=SUCCESS
 # What the model reads: rows of tokens
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # two episodes may hold the same tokens and are still two rows
 class Row:
     """One sequence of tokens to score: a dialogue, or a prompt and one candidate turn."""
 
@@ -178,8 +171,8 @@ class Row:
     reference: list | None = None  # S log-prob sums under the reference model
     outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
     answered: bool = False  # whether the last turn is marked as the answer
-    opening: typing.Callable | None = None  # vision-language critic only: returns its inputs up to
-    # the first request, with pictures
+    # returns the inputs up to the first request, with pictures (vision-language critic only)
+    opening: typing.Callable | None = None
 
 
 @dataclasses.dataclass
@@ -227,31 +220,34 @@ def dialogue_row(reader, episode):
 
 
 def pair_items(reader, pairs_by_task, share):
-    """(items, report) of (chosen, rejected) episodes: an item is a pair, or all pairs of a task."""
-    report = {"pairs": 0, "tasks_with_pairs": 0, "tasks_without": 0,
+    """(items, counts) of (chosen, rejected) episodes: an item is a pair, or all pairs of a task."""
+    counts = {"pairs": 0, "tasks_with_pairs": 0, "tasks_without": 0,
               "turns_dropped": 0, "too_long": 0}
     items = []
     for pairs in pairs_by_task:
-        report["tasks_with_pairs" if pairs else "tasks_without"] += 1
-        rows = {}  # each episode is encoded once, however many pairs it is in
+        if pairs:
+            counts["tasks_with_pairs"] += 1
+        else:
+            counts["tasks_without"] += 1
+        rows = {}  # sample -> row: each episode is encoded once, however many pairs it is in
         for episode in itertools.chain(*pairs):
-            if id(episode) in rows:
+            if episode["sample"] in rows:
                 continue
             row, dropped = dialogue_row(reader, episode)
-            rows[id(episode)] = row
+            rows[episode["sample"]] = row
             if row:
-                report["turns_dropped"] += dropped
+                counts["turns_dropped"] += dropped
             else:
-                report["too_long"] += 1
-        row_pairs = [(rows[id(chosen)], rows[id(rejected)]) for chosen, rejected in pairs
-                     if rows[id(chosen)] and rows[id(rejected)]]
-        report["pairs"] += len(row_pairs)
+                counts["too_long"] += 1
+        row_pairs = [(rows[chosen["sample"]], rows[rejected["sample"]])
+                     for chosen, rejected in pairs]
+        row_pairs = [(chosen, rejected) for chosen, rejected in row_pairs if chosen and rejected]
+        counts["pairs"] += len(row_pairs)
         for group in group_pairs(row_pairs, share):
-            used = list({id(row): row for row in itertools.chain(*group)}.values())
-            # by identity: two episodes may hold the same tokens and are still two rows
-            index = {id(row): i for i, row in enumerate(used)}
-            items.append(Item(used, [(index[id(a)], index[id(b)]) for a, b in group]))
-    return items, report
+            used = list(dict.fromkeys(itertools.chain(*group)))
+            index = {row: i for i, row in enumerate(used)}
+            items.append(Item(used, [(index[a], index[b]) for a, b in group]))
+    return items, counts
 
 
 # -----------------------------------------------------------------------------
@@ -307,23 +303,23 @@ def main(args):
 
     # 2. what the critic reads: the dialogues with the solution in front
     reader = open_reader(args)
-    items, report = pair_items(reader, pairs_of(train_tasks), args.share)
-    held_items, held_report = pair_items(reader, pairs_of(held_out_tasks), args.share)
+    items, counts = pair_items(reader, pairs_of(train_tasks), args.share)
+    held_items, held_counts = pair_items(reader, pairs_of(held_out_tasks), args.share)
     if process.leads:
         print(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones omitted):"
-              f" {report['pairs']} pairs from {report['tasks_with_pairs']} tasks,"
-              f" {report['tasks_without']} tasks without mixed outcome, {held_report['pairs']}"
-              f" pairs of {len(held_out_tasks)} tasks held out; {report['turns_dropped']} turns"
-              f" dropped and {report['too_long']} episodes omitted for --max_length"
+              f" {counts['pairs']} pairs from {counts['tasks_with_pairs']} tasks,"
+              f" {counts['tasks_without']} tasks without mixed outcome, {held_counts['pairs']}"
+              f" pairs of {len(held_out_tasks)} tasks held out; {counts['turns_dropped']} turns"
+              f" dropped and {counts['too_long']} episodes omitted for --max_length"
               f" {args.max_length}")
     if not items:
-        advice = length_advice(report, args.max_length)
+        advice = length_advice(counts, args.max_length)
         advice = advice or "; collect more episodes per task"
         if args.pairs != "all":
             advice += ", or try --pairs all"
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
                          f" episode, expected at least one{advice}")
-    digest = check_same_items(items + held_items, process)
+    check_same_items(items + held_items, process)
     inputs = [*args.episodes, args.agent_prompt, *records(args.model)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
 
@@ -334,21 +330,19 @@ def main(args):
             objective = functools.partial(value_objective, model)
         else:
             precompute_reference(model, items + held_items, process, args.micro_batch_size,
-                                 KeptReference(output / REFERENCE, digest))
+                                 output / REFERENCE)
             objective = functools.partial(critic_objective, model, settings=settings)
 
         # 4. steps
-        loop = TrainingLoop(model, loop_settings(args), process)
-        for step, batch in loop.steps(items):
+        loop = TrainingLoop(model, items, loop_settings(args), process)
+        for step, batch in loop.steps():
             metrics = loop.optimise(batch, objective)
             if loop.ends_epoch(step):
                 metrics |= holdout_metrics(model, held_items, settings, process,
                                            args.micro_batch_size)
             loop.finish(step, metrics)
-        saved = reader.sight.processor if reader.sight else reader.tokenizer
-        save_checkpoint(output, model, saved, custom_prompt(episodes), process)
-        loop.discard_state()
-        loop.log.print_end(output)
+        tokenizer = reader.sight.processor if reader.sight else reader.tokenizer
+        loop.save(tokenizer, custom_prompt(episodes))
         del model, loop, objective
 
     # 5. how the critic does on held-out tasks
@@ -361,7 +355,7 @@ def main(args):
 #   encode_row, candidate_rows   messages -> token ids and turn indices
 #   turn_sums                    one forward: log-probs of agent tokens, summed over turns
 #   TrainingLoop.optimise        losses of micro-batches -> one step
-#   Critic.score                 Eq. (3) for candidates, as train_policy.py asks for it
+#   Critic.advantages            Eq. (3) for candidates, as train_policy.py asks for it
 # And in training/, which a reader of the method can skip:
 #   packing.py                   candidates share the computation of their prompt; equal results
 #   ranks.py, checkpoints.py     sharding, sharing the work; what from_pretrained and a resume need
@@ -452,9 +446,9 @@ def mean_by_item(values, items):
     return torch.stack([part.mean() for part in parts])
 
 
-def length_advice(report, max_length):
+def length_advice(counts, max_length):
     """What to do where nothing is left to train on, if that may be due to the length, or ""."""
-    too_long = report.get("too_long", 0) + report.get("pairs_too_long", 0)
+    too_long = counts.get("too_long", 0) + counts.get("pairs_too_long", 0)
     if not too_long:
         return ""
     return f"; raise --max_length {max_length}: {too_long} episodes or pairs are longer"
@@ -503,37 +497,34 @@ def turn_values(model, rows, packs_at_once=None):
     return in_packs(forward_values, model, rows, packs_at_once)
 
 
-class KeptReference(typing.NamedTuple):
-    """Where a run keeps its reference sums, and the digest of the items that they belong to."""
-
-    path: Path
-    digest: str
+def distinct_rows(items):
+    return list(dict.fromkeys(row for item in items for row in item.rows))
 
 
-def precompute_reference(model, items, process, micro_batch_size=1, kept=None):
+def precompute_reference(model, items, process, micro_batch_size=1, path=None):
     """Fill `reference` of every row: its turns' log-prob sums under pi_ref.
 
-    The reference model is the one that training starts from, so this comes before the first step. A
-    resumed run reads the sums that are `kept`.
+    The reference model is the one that training starts from, so this comes before the first step.
+    The sums are kept at `path`, where a resumed run reads them.
     """
-    rows = list({id(row): row for item in items for row in item.rows}.values())
-    sums = load_reference(kept, process) if kept else None
+    rows, digest = distinct_rows(items), items_digest(items)
+    sums = load_reference(path, digest, process) if path else None
     if sums is None:
         found = score_on_all_ranks(model, rows, functools.partial(turn_sums, model), process,
                                    micro_batch_size)
         sums = [sums_of_row for sums_of_row, _ in found]
-        if kept and process.leads:
-            write_atomically(kept.path, json.dumps({"items": kept.digest, "sums": sums}))
+        if path and process.leads:
+            write_atomically(path, json.dumps({"items": digest, "sums": sums}))
     for row, sums_of_row in zip(rows, sums, strict=True):
         row.reference = sums_of_row
 
 
-def load_reference(kept, process):
-    """The sums that an earlier run of the same command left, or None; what the leader finds."""
+def load_reference(path, digest, process):
+    """The leader's saved sums if they belong to the same items, else None; equal on all ranks."""
     found = None
-    if process.leads and kept.path.is_file():
-        saved = json.loads(kept.path.read_text())
-        if saved["items"] == kept.digest:
+    if process.leads and path.is_file():
+        saved = json.loads(path.read_text())
+        if saved["items"] == digest:
             found = saved["sums"]
     return process.from_leader(found)
 
@@ -558,47 +549,43 @@ class LoopSettings(typing.NamedTuple):
 
 def loop_settings(args):
     values = {name: getattr(args, name) for name in LoopSettings._fields}
-    return LoopSettings(**values | {"output": Path(args.output)})
+    values["output"] = Path(args.output)
+    return LoopSettings(**values)
 
 
 class TrainingLoop:
     """The order of the items, the optimiser, the log and the saved states."""
 
-    def __init__(self, model, settings, process):
-        self.model, self.settings, self.process = model, settings, process
+    def __init__(self, model, items, settings, process):
+        """Reads the state of an earlier run, if it left one."""
+        self.model, self.items, self.settings, self.process = model, items, settings, process
         self.optimizer = torch.optim.AdamW(
             trained_parameters(model), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0,
             fused=process.device != "cpu")  # the default takes 4 more bytes a parameter on a GPU
-        # `steps` fills these in
-        self.batches = []  # item indices of each step
-        self.save_at = 0.0  # on the leader's clock, when the next state is due
-        self.state_is_due = False
-        self.steps_per_epoch = self.last = 0  # last: steps of this run, fewer with --max_steps
-        self.log = None
-        self.began = 0.0  # when the current step began
-
-    def steps(self, items):
-        """(step, batch of items), from where an earlier run stopped, with a progress bar."""
-        settings, state = self.settings, self.settings.output / "state"
         self.steps_per_epoch = math.ceil(len(items) / settings.batch_size)
-        self.batches = plan_batches(
+        self.batches = plan_batches(  # item indices of each step
             len(items), lambda index: forward_shape(items[index]), settings)
+        # steps of this run, fewer with --max_steps
         self.last = min(settings.max_steps or len(self.batches), len(self.batches))
-        idle = self.process.world - settings.batch_size
-        if idle > 0 and self.process.leads:
+        idle = process.world - settings.batch_size
+        if idle > 0 and process.leads:
             print(f"--batch_size {settings.batch_size} is smaller than the number of processes,"
-                  f" {self.process.world}: {idle} of them add nothing; raise it or start fewer")
-        start = load_state(state, self.model, self.optimizer, self.process)
-        self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
-        self.save_at = time.monotonic() + 60 * settings.save_minutes
-        self.log = MetricsLog(settings.output / "metrics.jsonl", start, self.process)
-        for step in self.log.progress(start, self.last):
+                  f" {process.world}: {idle} of them add nothing; raise it or start fewer")
+        self.start = load_state(settings.output / "state", model, self.optimizer, process)
+        self.log = MetricsLog(settings.output / "metrics.jsonl", self.start, process)
+        process.barrier()  # nodes read at different speeds; from here on, no rank waits long
+        self.began = time.perf_counter()  # the current step
+        self.saved = time.monotonic()  # the last state
+
+    def steps(self):
+        """(step, batch of items), from where an earlier run stopped, with a progress bar."""
+        for step in self.log.progress(self.start, self.last):
             self.began = time.perf_counter()
             # dropout, if a model has it, must not depend on resuming
-            torch.manual_seed(derive_seed(settings.seed, step))
+            torch.manual_seed(derive_seed(self.settings.seed, step))
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(step, len(self.batches), settings)
-            yield step, [items[index] for index in self.batches[step]]
+                group["lr"] = learning_rate(step, len(self.batches), self.settings)
+            yield step, [self.items[index] for index in self.batches[step]]
 
     def optimise(self, batch, objective):
         """One optimiser step on a global batch; its metrics, averaged over it on all ranks.
@@ -621,12 +608,9 @@ class TrainingLoop:
             (loss * process.world).backward()
             for name, values in metrics.items():
                 sums[name] = sums.get(name, 0.0) + (values.detach() * weights).sum().double()
-        # the leader's clock says for all whether a state is due: clocks of nodes differ
-        due = process.leads and time.monotonic() >= self.save_at
-        reduced = torch.stack([*sums.values(), torch.tensor(float(due)).to(loss).double()])
+        reduced = torch.stack(list(sums.values()))
         torch.distributed.all_reduce(reduced, group=process.group)
-        self.state_is_due = reduced[-1].item() > 0
-        metrics = dict(zip(sums, (reduced[:-1] / total).tolist(), strict=True))
+        metrics = dict(zip(sums, (reduced / total).tolist(), strict=True))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         metrics["optim/grad_norm"] = norm.item()
@@ -644,28 +628,32 @@ class TrainingLoop:
     def finish(self, step, metrics):
         """Log the step, and now and then save what a resumed run needs."""
         if not is_finite(metrics):
-            stop_with_batch(metrics, step, self.batches[step], self.settings.output, self.process)
+            batch = [self.items[index] for index in self.batches[step]]
+            stop_with_batch(metrics, step, batch, self.settings.output, self.process)
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["time/step"] = time.perf_counter() - self.began
         self.log.write(step, metrics)
         done = step + 1
         if done == self.last:
             save = self.last < len(self.batches)  # cut: a larger --max_steps resumes it
-        else:
-            save = self.state_is_due
+        else:  # by the leader's clock: those of nodes differ
+            minutes = (time.monotonic() - self.saved) / 60
+            save = self.process.from_leader(minutes >= self.settings.save_minutes)
         if save:
             save_state(self.settings.output / "state", done, self.model, self.optimizer,
                        self.process)
-            self.save_at = time.monotonic() + 60 * self.settings.save_minutes
+            self.saved = time.monotonic()
 
-    def discard_state(self):
-        """After the checkpoint is saved, unless --max_steps has cut the run."""
+    def save(self, tokenizer, agent_prompt):
+        """The checkpoint; then the state goes, unless --max_steps has cut the run."""
         output = self.settings.output
+        save_checkpoint(output, self.model, tokenizer, agent_prompt, self.process)
         if self.process.leads and self.last == len(self.batches):
             if (output / "state").is_dir():
                 (output / "state").rename(output / "state.done")  # a kill leaves no half state
             remove_leftovers(output)
         self.process.barrier()
+        self.log.print_end(output)
 
 
 def forward_shape(item):
@@ -711,15 +699,16 @@ def is_finite(metrics):
     return math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["optim/grad_norm"])
 
 
-def stop_with_batch(metrics, step, indices, output, process):
+def stop_with_batch(metrics, step, batch, output, process):
     """End a run whose loss or gradient is not finite, and write down the batch that did it."""
     if process.leads:
-        bad_batch = {"step": step, "items": indices, "metrics": metrics}
+        ids = [[row.ids for row in item.rows] for item in batch]
+        bad_batch = {"step": step, "metrics": metrics, "items": ids}
         write_atomically(output / "bad_batch.json", json.dumps(bad_batch))
     raise SystemExit(f"step {step}: found loss {metrics['train/loss']} and gradient norm"
                      f" {metrics['optim/grad_norm']}, expected finite numbers; the weights were"
-                     f" left as they were and {output}/bad_batch.json names the items of the batch;"
-                     " lower --lr (with a new --output) or look at these items")
+                     f" left as they were and {output}/bad_batch.json has the token ids of each row"
+                     " of the batch; lower --lr (with a new --output) or look at these rows")
 
 
 HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pairs is far above
@@ -750,9 +739,9 @@ class MetricsLog:
         self.bar.set_postfix(shown, refresh=False)
 
     def print_end(self, output):
-        """Where the checkpoint lies, and by the margin of the last steps whether it has moved.
+        """Print the checkpoint's path, and warn if the last margins show that it hardly moved.
 
-        Accuracy does not tell: a difference in the last digit is enough to rank all pairs right.
+        Accuracy cannot show this: a difference in the last digit is enough to rank all pairs right.
         """
         if not self.process.leads:
             return
@@ -829,7 +818,7 @@ class Critic:
             self.model = load_model(path, device, dtype=dtype).eval()
             self.model.set_output_embeddings(exact(self.model.get_output_embeddings()))
 
-    def score(self, task, messages, texts, finished):
+    def advantages(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None if the state is too long."""
         # in the dialogues that it was trained on, turns are stripped
         candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
@@ -846,7 +835,7 @@ class Critic:
         by_candidate = dict(zip(distinct, self._advantages(rows, reference_rows), strict=True))
         return [by_candidate[candidate] for candidate in candidates]
 
-    def score_dialogue(self, episode):
+    def advantages_of_dialogue(self, episode):
         """The advantage of each agent turn of an episode; None for turns that do not fit."""
         row, dropped = dialogue_row(self.reader, episode)
         if row is None:
@@ -910,10 +899,10 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
     """
     if not items:
         return {}
-    rows = list({id(row): row for item in items for row in item.rows}.values())
-    index = {id(row): i for i, row in enumerate(rows)}
-    chosen = [index[id(item.rows[a])] for item in items for a, _ in item.pairs]
-    rejected = [index[id(item.rows[b])] for item in items for _, b in item.pairs]
+    rows = distinct_rows(items)
+    index = {row: i for i, row in enumerate(rows)}
+    chosen = [index[item.rows[a]] for item in items for a, _ in item.pairs]
+    rejected = [index[item.rows[b]] for item in items for _, b in item.pairs]
 
     def score(group):
         if settings.head == "value":

@@ -45,11 +45,11 @@ from stages.processes import join_processes, launch
 from stages.record import claim_output, records
 from toy.world import toy_model, toy_tokenizer
 from train_critic import (
-    COST_FLAGS, Critic, Item, KeptReference, Reader, TrainingLoop, accuracy, add_training_flags,
-    candidate_rows, check_training_flags, critic_flags, dialogue_row, group_pairs, known,
-    length_advice, loop_settings, mean_by_item, pair_episodes, pair_indices, pair_items,
-    precompute_reference, reference_table, refuse_page_flags, succeeded, turn_sums)
-from training.checkpoints import REFERENCE, is_complete, save_checkpoint
+    COST_FLAGS, Critic, Item, Reader, TrainingLoop, accuracy, add_training_flags, candidate_rows,
+    check_training_flags, critic_flags, dialogue_row, group_pairs, length_advice, loop_settings,
+    mean_by_item, pair_episodes, pair_indices, pair_items, precompute_reference, reference_table,
+    refuse_page_flags, succeeded, turn_sums)
+from training.checkpoints import REFERENCE, is_complete
 from training.ranks import check_same_items, load_trainable, shard, shard_settings
 
 # -----------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta, loss=
     """
     chosen_reward = beta * (chosen - reference_chosen)
     rejected_reward = beta * (rejected - reference_rejected)
-    losses = known(LOSSES, loss, "loss")(chosen_reward - rejected_reward, beta)
+    losses = LOSSES[loss](chosen_reward - rejected_reward, beta)
     return losses, chosen_reward, rejected_reward
 
 
@@ -228,13 +228,12 @@ def main(args):
                          " with candidates of different advantage (sweet)"
                          f"{length_advice(report, args.max_length)}")
 
-    digest = check_same_items(items, process)
+    check_same_items(items, process)
 
     # 2. the model. No step has been taken yet: now it is pi_ref
     model = open_model(args, tokenizer, process)
     if args.method in ("sweet", "mtdpo"):
-        precompute_reference(model, items, process, args.micro_batch_size,
-                             KeptReference(output / REFERENCE, digest))
+        precompute_reference(model, items, process, args.micro_batch_size, output / REFERENCE)
         settings = DpoSettings(args.beta, args.nll, args.loss)
         objective = functools.partial(dpo_objective, model, settings=settings)
     else:
@@ -242,12 +241,10 @@ def main(args):
                                       mean_length=mean_agent_tokens(items))
 
     # 3. steps: Eq. (4), or maximum likelihood
-    loop = TrainingLoop(model, loop_settings(args), process)
-    for step, batch in loop.steps(items):
+    loop = TrainingLoop(model, items, loop_settings(args), process)
+    for step, batch in loop.steps():
         loop.finish(step, loop.optimise(batch, objective))
-    save_checkpoint(output, model, tokenizer, custom_prompt(episodes), process)
-    loop.discard_state()
-    loop.log.print_end(output)
+    loop.save(tokenizer, custom_prompt(episodes))
 
 
 def method_items(args, reader, episodes, process):
@@ -280,10 +277,13 @@ def rank_candidates(args, episodes, process):
     # candidates a ~ pi(. | o_t) of each state
     rows = sample_states(args, episodes, process)
 
-    # A(o_t, a, c) of each: `Critic.score` puts c in front and applies Eq. (3) to that one turn
-    critic = CriticSource(args.critic, args.reference, args.dtype)
+    # A(o_t, a, c) of each: `Critic.advantages` puts c in front and applies Eq. (3) to that one turn
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
-    return score_candidates(rows, tasks, critic, args.output, process)
+
+    def open_critic():
+        return Critic(args.critic, process.device, args.reference, args.dtype)
+
+    return add_advantages(rows, tasks, open_critic, args.output, process)
 
 
 def sample_states(args, episodes, process):
@@ -322,12 +322,6 @@ class Sampling(typing.NamedTuple):
     seed: int
 
 
-class CriticSource(typing.NamedTuple):
-    path: str
-    reference: str
-    dtype: str | None
-
-
 def candidate_key(row):
     return row["task_id"], row["sample"], row["turn"]
 
@@ -354,14 +348,16 @@ def sample_candidates(states, sampling, output, process):
     if counts - {sampling.num_candidates}:
         raise SystemExit(f"{store.path}: found {max(counts)} candidates of a state, expected"
                          f" --num_candidates {sampling.num_candidates}; give the same number")
-    mine = [(key, messages) for key, (_, _, messages)
-            in list(zip(keys, states, strict=True))[process.rank::process.world]
-            if key not in store.rows]
+    mine = []
+    for episode, turn, messages in states[process.rank::process.world]:
+        key = (episode["task"]["task_id"], episode["sample"], turn)
+        if key not in store.rows:
+            mine.append((key, messages))
     failed = None
     if mine:
         policy = load_speaker(sampling.speaker, "agent", sampling.settings)
 
-        def sample(key, messages):
+        def sample_state(key, messages):
             request = Request(messages, sampling.num_candidates, derive_seed(sampling.seed, *key))
             reply = yield from reply_of(policy, request)
             return key, messages, reply
@@ -370,7 +366,7 @@ def sample_candidates(states, sampling, output, process):
         if not hasattr(policy, "submit"):  # a local one sorts several batches of states by length
             in_flight = max(1, 8 * in_flight // sampling.num_candidates)
         # lazy: after the first failure (`failed`, below) no further state starts
-        waiting = (sample(*state) for state in mine if not failed)
+        waiting = (sample_state(*state) for state in mine if not failed)
         for key, messages, reply in tqdm(interleave(waiting, in_flight), total=len(mine),
                                          unit="state", desc="sampling", **process.bar):
             row = dict(zip(("task_id", "sample", "turn"), key, strict=True))
@@ -379,8 +375,8 @@ def sample_candidates(states, sampling, output, process):
                 row["candidates"] = [utterance.text for utterance in reply]
                 row["finished"] = [utterance.finished for utterance in reply]
             elif reply.refused:
-                task_id, number, turn = key
-                print(f"task {task_id}, sample {number}, turn {turn}: omitted, since the server"
+                task_id, sample, turn = key
+                print(f"task {task_id}, sample {sample}, turn {turn}: omitted, since the server"
                       f" refuses this state ({reply})")
                 row["error"] = str(reply)
             else:
@@ -393,15 +389,15 @@ def sample_candidates(states, sampling, output, process):
     return [row for _, row in read_jsonl(store.path) if not row.get("error")]
 
 
-def score_candidates(rows, tasks, critic, output, process):
+def add_advantages(rows, tasks, open_critic, output, process):
     """The path of candidates.jsonl: `rows` with the critic's advantages; a rerun resumes."""
     store = ResumableJsonl(Path(output) / "candidates.jsonl", candidate_key, process)
     mine = [row for row in rows[process.rank::process.world]
             if candidate_key(row) not in store.rows]
     if mine:
-        scorer = Critic(critic.path, process.device, critic.reference, critic.dtype)
+        critic = open_critic()
     for row in tqdm(mine, unit="state", desc="scoring", **process.bar):
-        advantages = scorer.score(tasks[row["task_id"]], row["messages"], row["candidates"],
+        advantages = critic.advantages(tasks[row["task_id"]], row["messages"], row["candidates"],
                                   row["finished"])
         store.append(row | {"advantages": advantages})
     store.finish([candidate_key(row) for row in rows])
@@ -504,8 +500,7 @@ def is_prompt(messages):
 SAMPLING_FLAGS = ("data_fraction", "states", "states_per_task", "num_candidates", "temperature",
                   "max_new_tokens", "sampling_batch_size", "sampler", "sampler_model", "reference",
                   "stop_after")
-PAIRING_FLAGS = ("pairs_per_state", "pairing")
-SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, *PAIRING_FLAGS)
+SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, "pairs_per_state", "pairing")
 IGNORED = {  # flags that would do nothing
     "sweet": ("pairs", "margin", "privileged_episodes"),
     "mtdpo": (*SWEET_FLAGS, "privileged_episodes"),

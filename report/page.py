@@ -503,7 +503,7 @@ def annotate(policies, critic):
     episodes = [episode for run in runs for episode in run if not episode["error"]]
     if critic:
         for episode in tqdm(episodes, unit="episode", desc="advantages"):
-            episode["advantages"] = critic.score_dialogue(episode)
+            episode["advantages"] = critic.advantages_of_dialogue(episode)
     for episode in episodes:
         if has_toy_credit(episode["task"]):
             episode["credits"] = true_credits(episode)

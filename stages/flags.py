@@ -7,7 +7,7 @@ import sys
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it stands; after each flag its default, unless the help already tells it."""
+    """The docstring as it stands; after each flag its default, unless the help states it."""
 
     def _get_help_string(self, action):
         plain = action.default in (None, []) or isinstance(action.default, bool)
@@ -44,7 +44,7 @@ def add_dtype_flag(group):
 
 
 def require_at_least(least, args, *names):
-    """Refuse a flag that is below `least`, infinite or no number; None was not given."""
+    """Refuse a flag that is below `least`, infinite or no number. None: it was not given."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not least <= value < float("inf"):

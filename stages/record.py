@@ -33,8 +33,9 @@ def claim_output(path, flags, inputs, process, cost_flags):
     if process.leads:
         path.parent.mkdir(parents=True, exist_ok=True)
         hold_lock(path)
+    resumes = path.is_file() and has_output(path)
     grown = False
-    if path.is_file() and has_output(path):
+    if resumes:
         before = read_run(path)
         changed, grown = changes_since(before, flags, hashes, cost_flags)
         if changed:
@@ -42,8 +43,7 @@ def claim_output(path, flags, inputs, process, cost_flags):
                              f" {', '.join(changed)}; expected the same command, to resume it;"
                              " choose another --output or remove this one")
     process.barrier()  # all ranks have read the record and the output before they change
-    resumed = path.is_file() and has_output(path) and not grown  # its record stays as it was
-    if process.leads and not resumed:
+    if process.leads and (grown or not resumes):
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
                "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
@@ -123,8 +123,7 @@ def is_named_server(name, flags):
 def has_output(record):
     """Whether a run has made anything that a corrected command could not replace.
 
-    Beside run.json any file counts; of a file of episodes NAME, which NAME.run.json belongs to, an
-    episode without error.
+    For run.json, any file beside it; for NAME.run.json, an episode without error in NAME.
     """
     if record.name == "run.json":
         own = ("run.json", ".run.json")

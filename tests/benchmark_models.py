@@ -326,11 +326,11 @@ def bench_scoring(world, quick, repeats):
         return advantage(*sums, counts)[:, 0]
 
     def ours():
-        return critic.score(task, row["messages"], row["candidates"], row["finished"])
+        return critic.advantages(task, row["messages"], row["candidates"], row["finished"])
 
     check("advantages of 16 candidates", ours(), peer(), 1e-3)
     figures = interleaved({"ours": ours, "peer": peer}, repeats)
-    setting = (f"Critic.score, 16 candidates to {longest} tokens, prompt {len(rows[0].ids)};"
+    setting = (f"Critic.advantages, 16 candidates to {longest} tokens, prompt {len(rows[0].ids)};"
                " peer: 16 full forwards a model")
     return [Line("score16_vs_full", setting, figures["ours"], figures["peer"], 7.5)]
 
@@ -359,15 +359,15 @@ def dialogue_pair(tokens, draw):
     task = {"task_id": "pair", "domain": "backend", "ground_truth": solution}
     each = tokens // 2 // 10
     episodes = []
-    for reward in (1.0, 0.0):
+    for sample, reward in enumerate((1.0, 0.0)):
         history = []
         for _ in range(10):
             request = words(each * 3 // 4 - 9, draw)
             answer = words(draw.randint(each // 5, 3 * each // 10), draw)
             history += [{"role": "user", "content": request},
                         {"role": "assistant", "content": answer}]
-        episodes.append({"task": task, "dialogue_history": history, "reward": reward,
-                         "success": reward == 1, "agent_prompt": "w1"})
+        episodes.append({"task": task, "sample": sample, "dialogue_history": history,
+                         "reward": reward, "success": reward == 1, "agent_prompt": "w1"})
     return episodes
 
 

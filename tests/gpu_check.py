@@ -28,10 +28,10 @@ from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker
 from stages.processes import join_processes
 from train_critic import (
-    KeptReference, LoopSettings, Reader, TrainingLoop, critic_objective, pair_items,
+    LoopSettings, Reader, TrainingLoop, critic_objective, pair_items,
     precompute_reference)
 from training.packing import pack_rows
-from training.ranks import ShardSettings, items_digest, shard
+from training.ranks import ShardSettings, shard
 from train_policy import DpoSettings, dpo_objective
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bf16
@@ -219,18 +219,17 @@ def report_run(args, tokenizer, process):
     items, _ = pair_items(reader, pairs, "pair")
 
     with tempfile.TemporaryDirectory() as folder:
-        kept = KeptReference(Path(folder, "reference.json"), items_digest(items))
         for max_steps in (2, 4):
             model = random_llama(args.dry, layers, torch.float32, process.device)
             shard(model, process, ShardSettings(checkpointing_every=2, reshard=False))
-            precompute_reference(model, items, process, 1, kept)
-            loop = TrainingLoop(model, LoopSettings(
+            precompute_reference(model, items, process, 1, Path(folder, "reference.json"))
+            loop = TrainingLoop(model, items, LoopSettings(
                 Path(folder), lr=1e-6, epochs=2, batch_size=2, micro_batch_size=1,
                 max_steps=max_steps, warmup=0.0, max_norm=1.0, length_window=2, save_minutes=0,
                 seed=0), process)
             objective = functools.partial(critic_objective, model, settings=parts.CRITIC)
             steps, saving = [], []
-            for step, batch in loop.steps(items):
+            for step, batch in loop.steps():
                 metrics = loop.optimise(batch, objective)
                 synchronize(process.device)
                 began = time.perf_counter()

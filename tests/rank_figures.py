@@ -78,11 +78,12 @@ def main(args):
                              LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
     shard(model, process, ShardSettings("bfloat16", args.checkpointing_every, args.reshard))
     size = args.batch_size
-    loop = TrainingLoop(model, LoopSettings(
-        output=Path("."), lr=1e-6, epochs=1, batch_size=size, micro_batch_size=1, max_steps=None,
-        warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20.0, seed=0), process)
-    settings = CriticSettings("logratio", "turn", beta=0.1, nll=0.01)
     items = [pair(args.tokens) for _ in range(size)]
+    loop = TrainingLoop(model, items, LoopSettings(
+        output=Path("not_written"), lr=1e-6, epochs=1, batch_size=size, micro_batch_size=1,
+        max_steps=None, warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20.0, seed=0),
+        process)
+    settings = CriticSettings("logratio", "turn", beta=0.1, nll=0.01)
     with StepFigures(model) as figures:
         for _ in range(2):  # the optimiser makes its moments in the first step
             figures.collectives = {}

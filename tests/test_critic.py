@@ -193,13 +193,14 @@ def test_an_unknown_mode_is_an_error_and_never_silently_another_mode():
     table, group = torch.ones(1, 1), [episode("t", 1.0), episode("t", 0.0, 1)]
     task, messages = group[0]["task"], dialogue("t")
     pairs = pair_episodes(group)
+    with pytest.raises(KeyError, match="turns"):
+        advantage(table, table, table, "turns")
     unknown = {
-        "normalise": lambda: advantage(table, table, table, "turns"),
         "rule": lambda: pair_episodes(group, "best"),
         "share": lambda: pair_items(reader, [pairs], "none"),
         "privileged": lambda: critic_messages(task, messages, "solution"),
     }
-    found = {"normalise": "turns", "rule": "best", "share": "none", "privileged": "solution"}
+    found = {"rule": "best", "share": "none", "privileged": "solution"}
     for name, call in unknown.items():
         with pytest.raises(ValueError, match=f"{name}.*'{found[name]}'.*expected"):
             call()
@@ -487,7 +488,7 @@ def test_a_step_reports_the_tokens_of_the_packs_it_computed(tmp_path, process):
     plain = rows_of(tokenizer, *DIALOGUES)
     items = [Item(rows, [(0, 1), (2, 3)]), Item(plain, [(0, 1)])]
     precompute_reference(model, items, process)
-    loop = TrainingLoop(model, loop_settings(parsed("--output", str(tmp_path))), process)
+    loop = TrainingLoop(model, items, loop_settings(parsed("--output", str(tmp_path))), process)
     found = loop.optimise(items, lambda batch: critic_objective(model, batch, SUMS))
     tokens = rows[0].prompt_length + sum(len(row.ids) - row.prompt_length for row in rows)
     assert found["data/tokens"] == tokens + sum(len(row.ids) for row in plain)
@@ -747,7 +748,7 @@ def test_the_value_head_trains_and_scores(trained, tiny, tmp_path):
     assert losses[-1] < losses[0]
     critic = Critic(str(output), "cpu")
     task = episode("t", 1.0)["task"]
-    scores = critic.score(task, dialogue("t"), ["a b", "c", "a b"], [True] * 3)
+    scores = critic.advantages(task, dialogue("t"), ["a b", "c", "a b"], [True] * 3)
     assert scores[0] == scores[2] != scores[1]
 
 
@@ -806,11 +807,11 @@ def test_candidates_scored_together_score_as_each_alone_and_see_nothing_of_each_
     task = episode("t", 1.0)["task"]
     texts = ["what is it?", "x", "tell me more about that", "what is it?"]
     finished = [True, False, True, True]
-    together = critic.score(task, dialogue("t"), texts, finished)
-    alone = [critic.score(task, dialogue("t"), [text], [done])[0]
+    together = critic.advantages(task, dialogue("t"), texts, finished)
+    alone = [critic.advantages(task, dialogue("t"), [text], [done])[0]
              for text, done in zip(texts, finished, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5) and together[0] == together[3]
-    changed = critic.score(task, dialogue("t"), ["completely other", *texts[1:]], finished)
+    changed = critic.advantages(task, dialogue("t"), ["completely other", *texts[1:]], finished)
     assert changed[1:] == pytest.approx(together[1:], abs=1e-5)
 
 
@@ -822,8 +823,9 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
     single = []
     for _, turn, messages in states_of([whole]):
         text = whole["dialogue_history"][2 * turn + 1]["content"]
-        single += critic.score(whole["task"], messages, [text], [True])
-    assert critic.score_dialogue(whole) == pytest.approx(single, abs=1e-5) and len(single) == 3
+        single += critic.advantages(whole["task"], messages, [text], [True])
+    together = critic.advantages_of_dialogue(whole)
+    assert together == pytest.approx(single, abs=1e-5) and len(single) == 3
 
 
 def test_the_critics_logits_are_exact_where_its_model_is_not():

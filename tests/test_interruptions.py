@@ -387,6 +387,7 @@ def test_a_loss_that_is_no_number_stops_and_the_batch_is_written_down(commands, 
     assert "found loss nan" in printed and "bad_batch.json" in printed
     bad = json.loads((tmp_path / "output/bad_batch.json").read_text())
     assert bad["step"] == 0 and len(bad["items"]) == 2
+    assert all(type(token) is int for item in bad["items"] for row in item for token in row)
     assert not (tmp_path / "output/config.json").exists()
 
 

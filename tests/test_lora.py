@@ -136,11 +136,11 @@ def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merge
     arguments = (task, [{"role": "user", "content": "t"}], texts, finished)
     critic = Critic(trained / "critic", "cpu")
     assert critic.model is critic.reference_model
-    one = critic.score(*arguments)
+    one = critic.advantages(*arguments)
     critic.model = load_model(str(trained / "critic"))
     critic.reference_model = load_model(
         json.loads((trained / "critic/run.json").read_text())["flags"]["model"])
-    assert one == pytest.approx(critic.score(*arguments), abs=1e-5)
+    assert one == pytest.approx(critic.advantages(*arguments), abs=1e-5)
     assert max(map(abs, one)) > 1e-3
 
 

@@ -162,7 +162,7 @@ def test_best_of_n_says_the_candidate_with_the_highest_score():
             return [[Utterance(str(index), True) for index in range(n)] for _ in conversations]
 
     class Scorer:
-        def score(self, task, messages, texts, finished):
+        def advantages(self, task, messages, texts, finished):
             return [-abs(int(text) - 2) for text in texts]
 
     reply = BestOfN(Speaker(), Scorer(), 4).reply(Request(["m"]))

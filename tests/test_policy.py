@@ -96,7 +96,7 @@ def test_positive_against_negative_pairs_across_zero_wherever_the_halves_part():
 
 
 def test_an_unknown_pairing_share_or_loss_is_an_error_and_never_silently_another_one():
-    with pytest.raises(ValueError, match="loss.*'dpo'.*expected"):
+    with pytest.raises(KeyError, match="dpo"):
         dpo_loss(*torch.zeros(4, 1), 0.1, "dpo")
     with pytest.raises(ValueError, match="pairing.*'half'.*expected"):
         make_pairs(TEXTS, ADVANTAGES, "half", 4, random.Random(0))
@@ -514,7 +514,7 @@ def test_the_plain_reference_changes_the_ranking(trained):
     advantages = []
     for reference in ("privileged", "plain"):
         critic = Critic(str(trained / "critic"), "cpu", reference)
-        advantages.append(critic.score(task, dialogue("t"), texts, [True] * 3))
+        advantages.append(critic.advantages(task, dialogue("t"), texts, [True] * 3))
     assert advantages[0] != pytest.approx(advantages[1], abs=1e-3)
 
 

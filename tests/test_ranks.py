@@ -15,9 +15,9 @@ from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, weig
 
 from stages.processes import Process, join_processes
 from train_critic import (
-    Item, KeptReference, Row, loop_settings, parse_args, plan_batches, precompute_reference)
+    Item, Row, loop_settings, parse_args, plan_batches, precompute_reference)
 from training.checkpoints import save_state, wait_for_files
-from training.ranks import ShardSettings, check_same_items, items_digest, shard
+from training.ranks import ShardSettings, check_same_items, shard
 
 ALONE = Process(0, 1, "cpu")
 
@@ -221,18 +221,15 @@ def items_of(tokens):
 
 
 def test_a_resumed_run_reads_its_references_and_other_items_are_scored_anew(tmp_path, process):
-    def kept(items):
-        return KeptReference(tmp_path / "reference.json", items_digest(items))
-
-    model = tiny_model(byte_tokenizer())
+    model, path = tiny_model(byte_tokenizer()), tmp_path / "reference.json"
     first, again, other = items_of([5, 6]), items_of([5, 6]), items_of([5, 7])
-    precompute_reference(model, first, process, 1, kept(first))
+    precompute_reference(model, first, process, 1, path)
     with torch.no_grad():
         model.lm_head.weight += torch.randn_like(model.lm_head.weight)  # steps have been taken
-    precompute_reference(model, again, process, 1, kept(again))
+    precompute_reference(model, again, process, 1, path)
     references = [[row.reference for row in items[0].rows] for items in (first, again)]
     assert references[0] == references[1]
-    precompute_reference(model, other, process, 1, kept(other))
+    precompute_reference(model, other, process, 1, path)
     assert other[0].rows[0].reference != first[0].rows[0].reference
 
 

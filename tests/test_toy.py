@@ -382,7 +382,7 @@ class FixedCritic:
     def __init__(self, factor):
         self.factor = factor
 
-    def score(self, task, messages, texts, finished):
+    def advantages(self, task, messages, texts, finished):
         history = [user(task["problem_description"])]
         return [
             self.factor * toy_credit(task, history + [assistant(text)], 0).value for text in texts

@@ -235,7 +235,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     sight = reopened.reader.sight
     task = page_task()
     episode = page_episode(task, ["one page", "another <|image_pad|>", "the last"], 0.5)
-    scores = reopened.score_dialogue(episode)
+    scores = reopened.advantages_of_dialogue(episode)
 
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
@@ -259,11 +259,11 @@ def test_another_solution_page_changes_the_scores_and_other_candidates_do_not(cr
     reopened, _ = critic
     white, dark = page_task(page="white"), page_task(page="dark")
     texts = ["a page", "another page", "a page"]
-    scores = reopened.score(white, MESSAGES, texts, [True] * 3)
+    scores = reopened.advantages(white, MESSAGES, texts, [True] * 3)
     assert scores[0] == scores[2] != scores[1]
-    alone = [reopened.score(white, MESSAGES, [text], [True])[0] for text in texts[1:]]
+    alone = [reopened.advantages(white, MESSAGES, [text], [True])[0] for text in texts[1:]]
     assert scores[1:] == alone
-    other = reopened.score(dark, MESSAGES, texts, [True] * 3)
+    other = reopened.advantages(dark, MESSAGES, texts, [True] * 3)
     assert all(abs(a - b) > 1e-4 for a, b in zip(scores, other, strict=True))
 
 
@@ -274,8 +274,8 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
     single = []
     for _, turn, messages in states_of([episode]):
         text = episode["dialogue_history"][2 * turn + 1]["content"]
-        single += reopened.score(episode["task"], messages, [text], [turn < 2])
-    assert reopened.score_dialogue(episode) == pytest.approx(single, abs=1e-4)
+        single += reopened.advantages(episode["task"], messages, [text], [turn < 2])
+    assert reopened.advantages_of_dialogue(episode) == pytest.approx(single, abs=1e-4)
 
 
 def test_without_privileged_information_no_picture_is_drawn_or_seen(
@@ -284,7 +284,7 @@ def test_without_privileged_information_no_picture_is_drawn_or_seen(
     save_critic(tmp_path / "blind", tiny_vision, "none")
     blind = train_critic.Critic(str(tmp_path / "blind"), "cpu")
     texts = ["a page", "b <|image_pad|>"]
-    white, dark = (blind.score(page_task(page=page), MESSAGES, texts, [True] * 2)
+    white, dark = (blind.advantages(page_task(page=page), MESSAGES, texts, [True] * 2)
                    for page in ("white", "dark"))
     assert white == dark and white[0] != white[1]
 
@@ -342,7 +342,7 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05
     assert "holdout/accuracy" in done.stdout
     trained = train_critic.Critic(str(output), "cpu")
-    scores = trained.score(page_task(), MESSAGES, ["red red", "blue"], [True] * 2)
+    scores = trained.advantages(page_task(), MESSAGES, ["red red", "blue"], [True] * 2)
     assert scores[0] > scores[1]
 
 

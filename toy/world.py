@@ -555,7 +555,7 @@ def credit_auc(critic, policy, states, seed, num_candidates=16):
         candidates = list(dict.fromkeys(utterances))  # each distinct one once
         texts = [candidate.text for candidate in candidates]
         finished = [candidate.finished for candidate in candidates]
-        advantages = critic.score(task, messages, texts, finished)
+        advantages = critic.advantages(task, messages, texts, finished)
         if advantages is None:
             continue
         before = episode["dialogue_history"][:2 * turn + 1]

@@ -14,10 +14,10 @@ from training.packing import pack_limit, pack_rows
 
 
 def load_trainable(args, process, auto_class="AutoModelForCausalLM", **options):
-    """fp32 master weights, read as the checkpoint has them: hosts hold no fp32 copies of bf16.
+    """fp32 master weights, converted on the device, which spares the host's memory.
 
-    With --lora_rank, all but the matrices and a value head is frozen, and in the type that models
-    compute in.
+    With --lora_rank, only the matrices and a value head are trained; all else is frozen, in the
+    type that models compute in.
     """
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
     if not args.lora_rank:
@@ -88,7 +88,7 @@ def shard(model, process, settings):
 
 
 def split_over_ranks(entries, process):
-    """(entry, is it real) of this rank's part. Every rank gets equally many.
+    """[(entry, whether it counts)] of this rank. Every rank gets equally many.
 
     Each forward gathers the weights from all ranks, so ranks with fewer entries would leave the
     others waiting forever; they repeat the first entry, which does not count.
@@ -128,8 +128,8 @@ def score_on_all_ranks(model, rows, score, process, micro_batch_size):
                 start_of_pack += len(pack.rows)
     scores = {}
     for pack, pack_scores in zip(packs, gather_shares(found, process, len(packs)), strict=True):
-        scores |= {id(row): turns for row, turns in zip(pack.rows, pack_scores, strict=True)}
-    return [scores[id(row)] for row in rows]
+        scores |= zip(pack.rows, pack_scores, strict=True)
+    return [scores[row] for row in rows]
 
 
 @contextlib.contextmanager
@@ -152,16 +152,14 @@ def no_grad(model):
 
 
 def check_same_items(items, process):
-    """The digest of the items; stops if ranks hold others, from other copies of the input files."""
-    digest = items_digest(items)
+    """Stops if ranks hold different items, from other copies of the input files."""
     digests = [None] * process.world
-    torch.distributed.all_gather_object(digests, digest)
+    torch.distributed.all_gather_object(digests, items_digest(items))
     others = [rank for rank, found in enumerate(digests) if found != digests[0]]
     if others:
         raise SystemExit(f"found other training items on the ranks {others} than on rank 0,"
                          " expected the same everywhere; give all nodes the same episodes,"
                          " candidates and tokenizer")
-    return digest
 
 
 def items_digest(items):
