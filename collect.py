@@ -79,7 +79,7 @@ def play(task, sample, parties, on_turn):
 
     while True:
         view = agent_messages(task, history, rules.agent_prompt)
-        spoken = yield from reply_of(agent, request(view))
+        spoken = yield from agent.reply(request(view))
         if isinstance(spoken, SpeakerError):
             error = f"agent: {spoken}"
             break
@@ -91,11 +91,11 @@ def play(task, sample, parties, on_turn):
         on_turn()
         if answer is not None:
             break
-        if getattr(human, "reads_history", False):
+        if human.reads_history:
             view = history
         else:
             view = yield referee.human_view(task, history, rules.human_prompt)
-        spoken = yield from reply_of(human, request(view))
+        spoken = yield from human.reply(request(view))
         if isinstance(spoken, SpeakerError):
             error = f"human: {spoken}"
             break
@@ -122,22 +122,6 @@ def play(task, sample, parties, on_turn):
 
 # -----------------------------------------------------------------------------
 # Many dialogues at a time: each continues as soon as what it waits for arrives
-
-
-class LocalRequest(typing.NamedTuple):
-    """A request to a speaker that computes in this process."""
-
-    speaker: typing.Any
-    request: Request
-
-
-def reply_of(speaker, request):
-    """What the speaker says: n Utterances or a SpeakerError, as a generator for `interleave`."""
-    if hasattr(speaker, "reply"):  # a speaker made of others, such as evaluate.py's best of N
-        return (yield from speaker.reply(request))
-    if hasattr(speaker, "submit"):  # a server: each request is a future of its own
-        return (yield speaker.submit(request))
-    return (yield LocalRequest(speaker, request))
 
 
 def interleave(dialogues, in_flight, on_wait=lambda futures: None):
@@ -234,28 +218,23 @@ def collect_episodes(jobs, settings, output, process, wrap_agent=None):
             parties = Parties(agent, human, referee, settings.rules)
             with Progress(len(jobs), store.rows.values(), process) as progress:
                 dialogues = (play(task, sample, parties, progress.turn) for task, sample in mine
-                             if not (given_up(agent) or given_up(human)))
+                             if not (agent.given_up or human.given_up))
                 for episode in interleave(dialogues, settings.agent_settings.batch_size,
                                           progress.show):
                     store.append(episode | settings.notes)
                     progress.episode(episode)
-            if given_up(human) and not getattr(human, "has_answered", True):
+            if human.given_up and not human.has_answered:
                 # what has ended without a human reply must not block a corrected --human
                 store.discard({(task["task_id"], sample) for task, sample in mine})
             stop_if_given_up(agent, human)
     return store.finish([(task["task_id"], sample) for task, sample in jobs])
 
 
-def given_up(speaker):
-    """The reason why a server was given up, or None."""
-    return getattr(speaker, "given_up", None)
-
-
 def stop_if_given_up(*speakers):
     """End a run whose server does not answer, once all that was in flight is on disk."""
     for speaker in speakers:
-        if given_up(speaker):
-            raise SystemExit(f"found a server that answers no request ({given_up(speaker)}),"
+        if speaker.given_up:
+            raise SystemExit(f"found a server that answers no request ({speaker.given_up}),"
                              " expected one that does; start it again, then rerun the same command"
                              " to resume; or correct its address, the model's name or"
                              " OPENAI_API_KEY")

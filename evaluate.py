@@ -44,8 +44,8 @@ import numpy
 from colbench import (
     check_same_task, lacks_answer, read_episodes, without_thoughts, write_atomically)
 from collect import (
-    add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes, given_up,
-    reply_of, rollout_settings, rollout_tasks)
+    add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes,
+    rollout_settings, rollout_tasks)
 from judge.sandbox import SOLUTION_FAILED
 from report.page import (
     PAGE_BYTES, Summary, annotate, as_json, filled_page, overview, packed_episodes, read_training,
@@ -54,7 +54,7 @@ from report.statistics import (
     PolicyValues, compare, draw_counts, interval, limits_of, pass_power)
 from report.tables import HEADINGS, all_tables, lines_of, main_metric, verdict
 from speakers import load_speaker
-from speakers.interface import Request, SpeakerError, SpeakerSettings
+from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.names import is_server
 from stages.flags import flag_parser, refuse_ignored, require_at_least
 from stages.processes import join_processes, launch
@@ -246,28 +246,33 @@ def compare_leader(results, values, task_draws):
 GRADER = "grader:"
 
 
-class BestOfN:
+class BestOfN(Speaker):
     """A speaker that says the best of `count` candidates, as a critic or a grader model finds."""
 
     def __init__(self, speaker, scorer, count):
         self.speaker, self.scorer, self.count = speaker, scorer, count
-        self.count_tokens = speaker.count_tokens
+
+    def count_tokens(self, texts):
+        return self.speaker.count_tokens(texts)
 
     @property
     def given_up(self):
-        return given_up(self.speaker) or given_up(getattr(self.scorer, "speaker", None))
+        reason = self.speaker.given_up
+        if not reason and isinstance(self.scorer, GraderModel):
+            reason = self.scorer.speaker.given_up
+        return reason
 
     def reply(self, request):
-        """One utterance, as a generator for collect.interleave."""
-        candidates = yield from reply_of(self.speaker, request._replace(n=self.count))
+        """One Utterance: the best."""
+        candidates = yield from self.speaker.reply(request._replace(n=self.count))
         if isinstance(candidates, SpeakerError):
             return candidates
         if isinstance(self.scorer, GraderModel):
             best = yield from self.scorer.best(request.messages, candidates)
+            if isinstance(best, SpeakerError):
+                return best  # the first candidate would pass for the best of N
         else:
             best = best_by_critic(self.scorer, request, candidates)
-        if isinstance(best, SpeakerError):
-            return best  # the first candidate would pass for the best of N
         return [candidates[best]]
 
 
@@ -303,8 +308,7 @@ class GraderModel:
             f"Candidates for the assistant's next message:\n{listed}\n\n"
             "Which candidate brings the user's task furthest? Reply with its number alone."
         )
-        answer = yield from reply_of(
-            self.speaker, Request([{"role": "user", "content": question}]))
+        answer = yield from self.speaker.reply(Request([{"role": "user", "content": question}]))
         if isinstance(answer, SpeakerError):
             return SpeakerError(f"grader: {answer}")
         said = without_thoughts(answer[0].text)

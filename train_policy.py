@@ -35,7 +35,7 @@ from tqdm import tqdm
 from colbench import (
     ResumableJsonl, custom_prompt, derive_seed, expect, group_by_task, load_episodes, read_jsonl,
     states_of)
-from collect import interleave, reply_of
+from collect import interleave
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.local import load_tokenizer
@@ -359,11 +359,11 @@ def sample_candidates(states, sampling, output, process):
 
         def sample_state(key, messages):
             request = Request(messages, sampling.num_candidates, derive_seed(sampling.seed, *key))
-            reply = yield from reply_of(policy, request)
+            reply = yield from policy.reply(request)
             return key, messages, reply
 
         in_flight = sampling.settings.batch_size
-        if not hasattr(policy, "submit"):  # a local one sorts several batches of states by length
+        if not is_server(sampling.speaker):  # a local one sorts several batches of states by length
             in_flight = max(1, 8 * in_flight // sampling.num_candidates)
         # lazy: after the first failure (`failed`, below) no further state starts
         waiting = (sample_state(*state) for state in mine if not failed)

@@ -1,6 +1,6 @@
 """Speakers: whoever answers conversations, as agent or as human. `load_speaker` is the door.
 
-speakers/interface.py states what a speaker is. Importing this package needs the standard library
+speakers/interface.py says what a speaker is. Importing this package needs the standard library
 alone; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 

@@ -1,31 +1,4 @@
-"""What a speaker is: an object of any class, with the two methods below and perhaps the rest.
-
-speak(conversations, n=1, seeds=None, tasks=None, keys=None) answers many conversations at once.
-For each conversation it returns, in the same order, a list of n Utterances, or one SpeakerError if
-this conversation could not be answered while others may be.
-    conversations   lists of messages {"role": "system" | "user" | "assistant", "content": ...};
-                    `content` is a text, or a list of parts in the OpenAI format (pictures)
-    n               how many texts to sample for each conversation
-    seeds           an integer for each conversation (default: 0). Equal messages and seeds give
-                    equal texts, whatever other conversations are in the call
-    tasks           the task of each conversation; only scripted speakers read it
-    keys            a name for the dialogue of each conversation. A speaker may use it to keep what
-                    it has computed for the dialogues that it answered last
-
-count_tokens(texts) returns how many tokens the texts have together, or None if that is unknown.
-
-submit(request) (optional) starts one Request and returns the Future of its reply: n Utterances or a
-SpeakerError. Servers have it, so that no request waits for another one.
-
-reply(request) (optional) is a generator for collect.interleave that returns the reply. A speaker
-made of others has it, such as best of N; it then needs no `speak`.
-
-given_up (optional) is None, or the reason why a server is no longer asked: no new dialogue starts.
-has_answered (optional; a missing attribute means True) is whether it has answered anything so far.
-
-reads_history (optional; a missing attribute means False) is True for a human that reads the plain
-dialogue history in place of the messages that a human model reads, as scripted humans do.
-"""
+"""What a speaker is: whoever answers conversations, as agent, human or grader model."""
 
 from typing import Any, NamedTuple
 
@@ -54,6 +27,46 @@ class SpeakerError(Exception):
     def __init__(self, reason, refused=False):
         super().__init__(reason)
         self.refused = refused
+
+
+class LocalRequest(NamedTuple):
+    """A request to a speaker that computes in this process, see collect.interleave."""
+
+    speaker: Any
+    request: Request
+
+
+class Speaker:
+    """Answers conversations: lists of messages {"role": "system" | "user" | "assistant",
+    "content": ...}, whose content is a text, or a list of parts in the OpenAI format (pictures).
+    """
+
+    # whether it reads the plain dialogue history, as scripted humans do, in place of the messages
+    # that a human model reads
+    reads_history = False
+    given_up = None  # why it is no longer asked, such as a server that is down
+    has_answered = True  # whether it has answered anything so far
+
+    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
+        """For each conversation a list of n Utterances, or one SpeakerError.
+
+        `seeds` holds an integer for each conversation (default: 0): equal messages and seeds give
+        equal texts, up to rounding, whatever other conversations are in the call. `tasks` are read
+        by scripted speakers only. `keys` name the dialogues, of which a speaker may keep what it
+        has computed.
+        """
+        raise NotImplementedError
+
+    def reply(self, request):
+        """What it answers to one Request: n Utterances, or a SpeakerError.
+
+        A generator for collect.interleave: it yields what it waits for.
+        """
+        return (yield LocalRequest(self, request))
+
+    def count_tokens(self, texts):
+        """How many tokens the texts have together; None where that is unknown."""
+        return None
 
 
 class SpeakerSettings(NamedTuple):

@@ -13,7 +13,7 @@ import transformers
 from colbench import (
     END_OF_THOUGHTS, THOUGHTS, UnnestedTemplate, derive_seed, encode_prompt, end_of_turn, render)
 from speakers.attention import share_prompts
-from speakers.interface import DEFAULT_SETTINGS, Utterance
+from speakers.interface import DEFAULT_SETTINGS, Speaker, Utterance
 from speakers.lora import has_matrices, take_apart
 from speakers.names import check_checkpoint, why_not_opened
 
@@ -38,12 +38,12 @@ class Sample:
     cache: KeptCache | None = None  # once it has left the batch, if it is the prompt's only sample
 
 
-class LocalSpeaker:
+class LocalSpeaker(Speaker):
     """A transformers model that answers many conversations at once.
 
     `keys` name the dialogues: the caches of the `batch_size` dialogues that it answered last stay
     in `kept`, so that a turn costs only its new tokens. Each sample draws from a random stream of
-    its own, so its text does not depend on the other conversations in the batch.
+    its own, so its text does not depend on the other conversations in the batch, up to rounding.
     """
 
     def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):

@@ -4,11 +4,11 @@ import random
 
 from colbench import derive_seed
 from judge.sandbox import ANSWER_MARKER
-from speakers.interface import Utterance
+from speakers.interface import Speaker, Utterance
 from toy.world import SCRIPTED
 
 
-class ScriptedSpeaker:
+class ScriptedSpeaker(Speaker):
     """The embedded worlds' own human, or their noisy demonstrator as agent.
 
     `manner` chooses among several: `scripted:informed` is an agent that reads the solution.
@@ -34,9 +34,6 @@ class ScriptedSpeaker:
             texts = [self._line(task, messages, derive_seed(seed, index)) for index in range(n)]
             answers.append([Utterance(text, finished=True) for text in texts])
         return answers
-
-    def count_tokens(self, texts):
-        return None  # there is no tokenizer
 
     def _line(self, task, messages, seed):
         if "toy" not in task and not self.manner:

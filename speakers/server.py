@@ -15,7 +15,7 @@ import urllib.request
 from concurrent.futures import Future
 
 from colbench import THOUGHTS, derive_seed
-from speakers.interface import Request, SpeakerError, Utterance
+from speakers.interface import Request, Speaker, SpeakerError, Utterance
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
@@ -30,7 +30,7 @@ DETAIL_CHARACTERS = 300  # of a server's own words in a message
 NAME_FLAGS = "name it with --agent_model, --human_model, --critic_model or --sampler_model"
 
 
-class ServerSpeaker:
+class ServerSpeaker(Speaker):
     """Sends many requests at once and retries them with back-off, until a server is given up.
 
     retries   attempts for each request
@@ -57,6 +57,9 @@ class ServerSpeaker:
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.model_name = self._checked_name(settings.model_name)
+
+    def reply(self, request):
+        return (yield self.submit(request))  # no request waits for another one
 
     def submit(self, request):
         """The Future of the request's reply: n Utterances, or a SpeakerError."""
@@ -89,9 +92,6 @@ class ServerSpeaker:
         replies = [self.submit(Request(messages, n, seed))
                    for messages, seed in zip(conversations, seeds, strict=True)]
         return [reply.result() for reply in replies]
-
-    def count_tokens(self, texts):
-        return None  # the server's tokenizer is not known
 
     def _answer(self, messages, n, seed):
         """n utterances for one conversation, or the SpeakerError in their place."""

@@ -15,7 +15,7 @@ import transformers
 from colbench import DOMAINS, critic_messages, first_request, render
 from judge.browser import Browser
 from judge.pages import open_picture, solution_page
-from speakers.interface import Utterance
+from speakers.interface import Speaker, Utterance
 from speakers.local import (
     default_device,
     load_model,
@@ -114,7 +114,7 @@ def pictures_in(messages):
 # The human of pages
 
 
-class VisionSpeaker:
+class VisionSpeaker(Speaker):
     """A vision-language transformers model that answers conversations with pictures.
 
     It samples like LocalSpeaker, but keeps no cache from turn to turn: the pictures come first in

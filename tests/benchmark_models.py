@@ -19,7 +19,7 @@ import train_critic
 from colbench import Referee, critic_messages, derive_seed, encode_prompt
 from collect import Parties, Rules, interleave, play
 from judge.sandbox import Grade
-from speakers.interface import SpeakerSettings, Utterance
+from speakers.interface import Speaker, SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, pick_tokens
 from stages.processes import join_processes
 from train_critic import (
@@ -498,7 +498,7 @@ def bench_sampling(world, quick, repeats):
     return [Line("sample16_vs_generate", setting, figures["ours"], figures["peer"], 2.8)]
 
 
-class TalkativeHuman:
+class TalkativeHuman(Speaker):
     """Replies of unequal length, the same ones in every run."""
 
     reads_history = True
@@ -508,11 +508,11 @@ class TalkativeHuman:
         return [[Utterance(text, True)] for text in texts]
 
 
-class ForgetfulSpeaker:
+class ForgetfulSpeaker(Speaker):
     """The same speaker without names for its dialogues: it reads every prompt from the start."""
 
     def __init__(self, inner):
-        self.inner, self.count_tokens = inner, inner.count_tokens
+        self.inner = inner
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
         return self.inner.speak(conversations, n, seeds)

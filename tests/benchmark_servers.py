@@ -7,11 +7,11 @@ from slow_server import slow_server
 
 from colbench import RefereeSettings, open_referee, read_tasks
 from collect import Parties, Rules, all_jobs, interleave, play
-from speakers.interface import SpeakerSettings, Utterance
+from speakers.interface import Speaker, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
 
 
-class Recorded:
+class Recorded(Speaker):
     """A party that says again what it said in earlier episodes, at once."""
 
     reads_history = True
@@ -32,9 +32,6 @@ class Recorded:
             answers.append([Utterance(self.lines[key, self.asked[key]], True)])
             self.asked[key] += 1
         return answers
-
-    def count_tokens(self, texts):
-        return None
 
 
 def played(jobs, agent, human, in_flight, max_turns=10):

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import json
 import random
 import statistics
 import tempfile
@@ -25,11 +26,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speakers.interface import SpeakerSettings
-from speakers.local import LocalSpeaker
+from speakers.local import LocalSpeaker, load_model
+from speakers.lora import LINEAR_LAYERS, LoraSettings, add_matrices
 from stages.processes import join_processes
 from train_critic import (
-    LoopSettings, Reader, TrainingLoop, critic_objective, pair_items,
-    precompute_reference)
+    LoopSettings, Reader, TrainingLoop, critic_objective, pair_items, precompute_reference,
+    reference_table, turn_sums)
 from training.packing import pack_rows
 from training.ranks import ShardSettings, shard
 from train_policy import DpoSettings, dpo_objective
@@ -286,6 +288,40 @@ def report_parity(tokenizer, process):
                          " (float32) and 5 % (bf16)")
 
 
+def report_checkpoints(tokenizer, process):
+    """Trained in bf16, whole and by matrices: what a later stage opens is what was trained."""
+    reader = Reader(tokenizer, "ground_truth", parts.MAX_LENGTH)
+    pair = parts.dialogue_pair(600, random.Random(2))
+    for rank in (0, 4):
+        model = random_llama(True, 2, torch.float32, process.device)
+        if rank:
+            add_matrices(model.to(torch.bfloat16), LoraSettings(rank, rank, LINEAR_LAYERS))
+        shard(model, process, ShardSettings("bfloat16"))
+        items, _ = pair_items(reader, [[pair]], "pair")
+        rows = items[0].rows
+        precompute_reference(model, items, process)
+        objective = functools.partial(critic_objective, model, settings=parts.CRITIC)
+        with tempfile.TemporaryDirectory() as folder:
+            loop = TrainingLoop(model, items, LoopSettings(
+                Path(folder), lr=1e-3, epochs=4, batch_size=1, micro_batch_size=1, max_steps=None,
+                warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20, seed=0), process)
+            for step, batch in loop.steps():
+                loop.finish(step, loop.optimise(batch, objective))
+            loop.save(tokenizer, None)
+            written = json.loads(Path(folder, "config.json").read_text())["dtype"]
+            opened = load_model(folder, process.device, dtype="bfloat16").eval()
+        with torch.no_grad():
+            trained, found = turn_sums(model, rows)[0], turn_sums(opened, rows)[0]
+        update = trained - reference_table(rows, trained)
+        error = ((found - trained).norm() / update.norm()).item()
+        kind = f"matrices of rank {rank}" if rank else "all weights"
+        print(f"\nCheckpoint of {kind}: {written}, opened in bf16 it errs by {error:.3f} of"
+              " what training changed")
+        if written != "float32" or error > 0.2:
+            raise SystemExit("found a checkpoint that is not what was trained, expected float32"
+                             " weights and an error of at most 20 %")
+
+
 # -----------------------------------------------------------------------------
 # Command line
 
@@ -324,6 +360,7 @@ def main(args):
     free_memory(process.device)
     report_sampling(args, tokenizer, process)
     report_parity(tokenizer, process)
+    report_checkpoints(tokenizer, process)
     torch.distributed.destroy_process_group()
 
 

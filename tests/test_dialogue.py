@@ -25,7 +25,7 @@ from colbench import (
     split_message,
 )
 from judge.sandbox import Grade, grade
-from speakers.interface import Utterance
+from speakers.interface import Speaker, Utterance
 
 TASK = {
     "problem_description": "write f",
@@ -255,14 +255,11 @@ def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
     from collect import Parties, interleave, parse_args, play, rollout_settings
     from stages.processes import Process
 
-    class Wordy:
+    class Wordy(Speaker):
         reads_history = True
 
         def speak(self, conversations, n, seeds, tasks, keys):
             return [[Utterance("x" * 2000, True)] for _ in conversations]
-
-        def count_tokens(self, texts):
-            return None
 
     class Judge(Referee):
         def grade(self, task, answer):

@@ -9,8 +9,8 @@ import pytest
 
 import evaluate
 from colbench import lacks_answer, load_episodes
-from collect import interleave, reply_of
-from speakers.interface import Request, SpeakerError, Utterance
+from collect import interleave
+from speakers.interface import Request, Speaker, SpeakerError, Utterance
 from report import page, statistics, tables
 
 
@@ -492,14 +492,12 @@ def test_tasks_that_their_own_solution_fails_are_counted_and_end_in_a_way_of_the
 
 def reply(speaker, request):
     """What a speaker made of others says, with its questions answered as in a rollout."""
-    (said,) = interleave([reply_of(speaker, request)], 1)
+    (said,) = interleave([speaker.reply(request)], 1)
     return said
 
 
-class FixedSpeaker:
+class FixedSpeaker(Speaker):
     """Says "0", "1", ...; keeps what it was asked."""
-
-    count_tokens = None
 
     def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
         self.asked = (n, seeds, tasks, keys)
@@ -543,7 +541,7 @@ def test_best_of_n_passes_an_error_of_the_speaker_on():
 ])
 def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
         monkeypatch, answer, chosen):
-    class Grader:
+    class Grader(Speaker):
         def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
             assert "[1] 0\n[2] 1" in conversations[0][0]["content"]
             return [answer]
@@ -561,7 +559,7 @@ def test_a_grader_model_chooses_the_candidate_that_it_names_else_the_first(
 ])
 def test_a_grader_that_fails_stops_the_dialogue_and_does_not_choose_the_first(
         monkeypatch, answer, reason):
-    class Failing:
+    class Failing(Speaker):
         def speak(self, *arguments):
             return [answer]
 

@@ -9,7 +9,7 @@ from conftest import metrics, run_script
 from colbench import read_episodes
 from collect import interleave
 from evaluate import BestOfN
-from speakers.interface import Request, Utterance
+from speakers.interface import Request, Speaker, Utterance
 
 
 def lines(path):
@@ -155,9 +155,7 @@ def test_best_of_n_by_a_critic_without_the_solution_or_with_a_value_head(
 
 
 def test_best_of_n_says_the_candidate_with_the_highest_score():
-    class Speaker:
-        count_tokens = None
-
+    class Counting(Speaker):
         def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
             return [[Utterance(str(index), True) for index in range(n)] for _ in conversations]
 
@@ -165,7 +163,7 @@ def test_best_of_n_says_the_candidate_with_the_highest_score():
         def advantages(self, task, messages, texts, finished):
             return [-abs(int(text) - 2) for text in texts]
 
-    reply = BestOfN(Speaker(), Scorer(), 4).reply(Request(["m"]))
+    reply = BestOfN(Counting(), Scorer(), 4).reply(Request(["m"]))
     assert list(interleave([reply], in_flight=1)) == [[Utterance("2", True)]]
 
 

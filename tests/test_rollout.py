@@ -20,7 +20,7 @@ import train_policy
 from colbench import Referee, RefereeSettings, ResumableJsonl, read_tasks
 from collect import Parties, Rules, interleave, play
 from judge.sandbox import ANSWER_MARKER, Grade
-from speakers.interface import SpeakerError, SpeakerSettings, Utterance
+from speakers.interface import Speaker, SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
 from stages.processes import Process
 
@@ -64,16 +64,17 @@ def utterances(line, request):
     return [Utterance(f"{line(request)}{'+' * index}", True) for index in range(request.n)]
 
 
-class Served:
+class Served(Speaker):
     """A speaker whose replies come when the test says so."""
-
-    given_up = None
 
     def __init__(self, line, held=lambda request: False):
         """Requests that are `held` wait for `release`; all others are answered at once."""
         self.line, self.held = line, held
         self.asked = []  # requests
         self.waiting = []  # (request, Future)
+
+    def reply(self, request):
+        return (yield self.submit(request))
 
     def submit(self, request):
         self.asked.append(request)
@@ -98,11 +99,8 @@ class Served:
     def reply_to(self, request):
         return utterances(self.line, request)
 
-    def count_tokens(self, texts):
-        return None
 
-
-class Local:
+class Local(Speaker):
     """A speaker that computes in this process; it writes down its batches."""
 
     def __init__(self, line, name="", batches=None, note=lambda: None):
@@ -115,9 +113,6 @@ class Local:
                     for messages, seed, task, key
                     in zip(conversations, seeds, tasks, keys, strict=True)]
         return [utterances(self.line, request) for request in requests]
-
-    def count_tokens(self, texts):
-        return None
 
 
 class HeldReferee(Referee):
@@ -275,7 +270,7 @@ def test_the_local_speaker_that_most_wait_for_comes_first():
 
     def ask(speaker):
         request = speakers.interface.Request([{"role": "user", "content": "x"}])
-        return (yield from collect.reply_of(speaker, request))
+        return (yield from speaker.reply(request))
 
     list(interleave([ask(first), ask(second), ask(second), ask(first), ask(second)], 5))
     assert [(name, size) for name, size, _ in batches] == [("second", 3), ("first", 2)]
@@ -433,7 +428,7 @@ def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not
         tmp_path, monkeypatch):
     grader = Failing(pick_plus_signs(1), lives=5)
     agent = best_of(monkeypatch, Served(asker(lambda key: 3)), grader, 2)
-    assert collect.given_up(agent) is None
+    assert agent.given_up is None
     output = tmp_path / "episodes.jsonl"
     with pytest.raises(SystemExit, match="it is down.*rerun the same command to resume"):
         collect_with(monkeypatch, output, agent, Served(human_line))
@@ -456,7 +451,7 @@ def states(count):
 def sample(monkeypatch, policy, folder, batch_size=2):
     """sample_candidates of 30 states, 4 candidates each."""
     monkeypatch.setattr(train_policy, "load_speaker", lambda *_: policy)
-    sampling = train_policy.Sampling("server", SpeakerSettings(batch_size=batch_size), 4, seed=0)
+    sampling = train_policy.Sampling("http://s", SpeakerSettings(batch_size=batch_size), 4, seed=0)
     return within(lambda: train_policy.sample_candidates(states(30), sampling, folder, ALONE))
 
 
