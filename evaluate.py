@@ -178,7 +178,7 @@ def score(policies, settings):
     )
     samples = [max(Counter(e["task"]["task_id"] for e in run).values()) for run in all_runs]
     most = max(samples)
-    powers = [2**exponent for exponent in range(1, 30) if 2**exponent < most]
+    powers = [2**exponent for exponent in range(1, most.bit_length()) if 2**exponent < most]
     if most > 1:
         powers.append(most)  # 2, 4, 8, ..., most
     generator = numpy.random.default_rng(settings.seed)

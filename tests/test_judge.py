@@ -489,8 +489,10 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
         "    judge.outcomes('import time\\ntime.sleep(60)', ['1'], 'fixed', 60.0)\n"
         "threading.Thread(target=loop, daemon=True).start()\n"
         "children = f'/proc/{worker.process.pid}/task/{worker.process.pid}/children'\n"
-        "while not open(children).read():\n"
-        "    time.sleep(0.05)\n"
+        "seen = ''\n"
+        "while not seen or open(children).read() != seen:\n"  # until one stays: others may be short
+        "    seen = open(children).read()\n"
+        "    time.sleep(0.3)\n"
         "print(worker.process.pid, worker.folder, flush=True)\n"
         "copy = os.fork()\n"
         "time.sleep(5)\n"
