@@ -2,13 +2,15 @@
 
     python runs/toy_grid.py runs/out/grid
 
-Reads: the test episodes and the critics' metrics of ROOT/TOPICS-PRIOR-TASKS/SEED. Cells that have
-not been run are omitted.
-Prints: a table to paste. Writes: runs/out/toy_grid.json with success by seed of every policy, what
-SWEET-RL gains by training-time information, with its 95 % interval, and the critics' AUC against
-true credit; docs/grid.svg, a panel for each world, success against the number of training tasks.
+Reads: the test episodes and the critics' metrics of ROOT/TOPICS-PRIOR-TASKS/SEED. Seeds of a cell
+that have not been run are omitted.
+Prints: a table to paste. Writes: runs/out/toy_grid.json, for each cell and seed the success of every
+policy and the critics' AUC against true credit. A row that is in this file already stays unless
+ROOT has the same cell and seed, so that a grid may be run in parts, on several machines.
+docs/grid.svg: a panel for each world, success against the number of training tasks.
 """
 
+import itertools
 import json
 import math
 import sys
@@ -19,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import read_episodes  # noqa: E402
 from evaluate import score  # noqa: E402
-from report.statistics import compare  # noqa: E402
-from runs.toy_seeds import SCORING, credit_aucs, points, table_parser  # noqa: E402
+from runs.toy_seeds import SCORING, credit_aucs, table_parser  # noqa: E402
 
 POLICIES = ("base", "rft", "mtdpo", "sweet", "sweet_no_privileged")
+CELL = ("prior", "topics", "tasks")
 LINES = {  # policy -> its name in table and picture, colour (of both colour schemes), dashes
     "sweet": ("SWEET-RL", "#0072b2", ""),
     "sweet_no_privileged": ("without information", "#d55e00", "7 3"),
@@ -31,37 +33,57 @@ LINES = {  # policy -> its name in table and picture, colour (of both colour sch
     "base": ("base", "#8b939c", "1 4"),
 }
 HEADER = ("base's prior", "topics", "tasks", "seeds", *(LINES[name][0] for name in POLICIES),
-          "gained by information", "AUC with", "AUC without")
+          "gained by information (seed by seed)", "AUC with", "AUC without")
 
 
-def read_cells(root):
-    """[((topics, prior, tasks), [test directory of each seed])], in the order of the table."""
-    cells = {}
+def read_grid(root):
+    """A row of the table's file for each cell and seed that is finished."""
+    rows = []
     for path in root.glob("*-*-*/*/test/sweet_no_privileged.jsonl"):
-        if (path.parent.parent / "episodes.jsonl").exists():  # a finished cell has none
+        folder = path.parent.parent
+        if (folder / "episodes.jsonl").exists():  # a finished cell has none
             continue
-        topics, prior, tasks = path.relative_to(root).parts[0].split("-")
-        key = (float(prior), int(topics), int(tasks))
-        cells.setdefault(key, []).append(path.parent)
-    return [((topics, prior, tasks), sorted(cells[prior, topics, tasks]))
-            for prior, topics, tasks in sorted(cells)]
+        topics, prior, tasks = folder.parent.name.split("-")
+        rows.append({"prior": float(prior), "topics": int(topics), "tasks": int(tasks),
+                     "seed": int(folder.name)} | score_seed(folder))
+    return rows
 
 
-def score_cell(folders):
-    """Of the test directories of a cell: success of each policy by seed; what information gains,
-    with its interval over tasks and seeds; the AUC of both critics by seed.
-    """
-    episodes = {name: [read_episodes(folder / f"{name}.jsonl") for folder in folders]
-                for name in POLICIES}
-    results, values, draws = score(episodes, SCORING)
-    gain = compare(values["sweet"], values["sweet_no_privileged"], "success", draws)["difference"]
-    success = {name: results["policies"][name]["success_by_seed"] for name in POLICIES}
+def score_seed(folder):
+    """Success of each policy, and the AUC of both critics, in one cell with one seed."""
+    episodes = {name: [read_episodes(folder / f"test/{name}.jsonl")] for name in POLICIES}
+    results, _, _ = score(episodes, SCORING)
+    success = {name: results["policies"][name]["success_by_seed"][0] for name in POLICIES}
     aucs = {}
     for name in ("sweet", "sweet_no_privileged"):
-        metrics = credit_aucs(folder.with_name(f"{name}.critic") / "metrics.jsonl"
-                              for folder in folders)
-        aucs[name] = [seed["credit_auc/all"] for seed in metrics]
-    return success, gain, aucs
+        metrics, = credit_aucs([folder / f"{name}.critic/metrics.jsonl"])
+        aucs[name] = metrics["credit_auc/all"]
+    return {"success": success, "credit_auc": aucs}
+
+
+def merge(old, new):
+    """The rows of both, in the order of the table; a new row replaces an old one of its seed."""
+    rows = {tuple(row[key] for key in (*CELL, "seed")): row for row in old + new}
+    return [rows[key] for key in sorted(rows)]
+
+
+def cell_means(rows):
+    """The seeds of each cell together: means, and what information gains with each seed."""
+    cells = []
+    for key, group in itertools.groupby(rows, lambda row: [row[name] for name in CELL]):
+        seeds = list(group)
+        cells.append(dict(zip(CELL, key, strict=True)) | {
+            "success": mean_by_name(seed["success"] for seed in seeds),
+            "credit_auc": mean_by_name(seed["credit_auc"] for seed in seeds),
+            "gains": [seed["success"]["sweet"] - seed["success"]["sweet_no_privileged"]
+                      for seed in seeds],
+        })
+    return cells
+
+
+def mean_by_name(seeds):
+    seeds = list(seeds)
+    return {name: mean(seed[name] for seed in seeds) for name in seeds[0]}
 
 
 # -----------------------------------------------------------------------------
@@ -79,20 +101,20 @@ WIDTH, HEIGHT = 250, 190  # of a panel, with its margins
 LEFT, TOP, RIGHT, BOTTOM = 40, 36, 10, 24  # margins
 
 
-def draw(table):
+def draw(cells):
     """The grid as SVG: a row of panels for each prior of the base, a column for each world."""
-    priors = sorted({cell["prior"] for cell in table})
-    topics = sorted({cell["topics"] for cell in table})
-    counts = sorted({cell["tasks"] for cell in table})
-    highest = max(mean(by_seed) for cell in table for by_seed in cell["success_by_seed"].values())
+    priors = sorted({cell["prior"] for cell in cells})
+    topics = sorted({cell["topics"] for cell in cells})
+    counts = sorted({cell["tasks"] for cell in cells})
+    highest = max(success for cell in cells for success in cell["success"].values())
     top = math.ceil(highest * 10) / 10
     panels = []
     for row, prior in enumerate(priors):
         for column, number in enumerate(topics):
-            cells = [cell for cell in table
+            panel = [cell for cell in cells
                      if cell["prior"] == prior and cell["topics"] == number]
             panels.append(f'<g transform="translate({column * WIDTH} {row * HEIGHT})">'
-                          f'{draw_panel(cells, f"{number} topics, prior {prior:g}", counts, top)}'
+                          f'{draw_panel(panel, f"{number} topics, prior {prior:g}", counts, top)}'
                           "</g>")
     width = max(len(topics) * WIDTH, 690)  # of the panels, or of the legend
     height = len(priors) * HEIGHT + 50
@@ -125,7 +147,7 @@ def draw_panel(cells, title, counts, top):
         parts.append(f'<text class="quiet" x="{x(tasks):.1f}" y="{HEIGHT - 6}" '
                      f'text-anchor="middle">{tasks:,}</text>')
     for name in LINES:
-        marks = [(x(cell["tasks"]), y(mean(cell["success_by_seed"][name]))) for cell in cells]
+        marks = [(x(cell["tasks"]), y(cell["success"][name])) for cell in cells]
         joined = " ".join(f"{left:.1f},{height:.1f}" for left, height in marks)
         parts.append(f'<polyline points="{joined}" {stroke(name)}/>')
         parts += [f'<circle cx="{left:.1f}" cy="{height:.1f}" r="3" fill="{LINES[name][1]}"/>'
@@ -143,20 +165,24 @@ def stroke(name):
 
 
 def main(args):
+    old = json.loads(args.output.read_text()) if args.output.exists() else []
+    rows = merge(old, read_grid(args.root))
+    args.output.write_text(json.dumps(rows, indent=1) + "\n")
+    cells = cell_means(rows)
+    args.picture.write_text(draw(cells))
     print("| " + " | ".join(HEADER) + " |")
     print("|" + "---|" * len(HEADER))
-    table = []
-    for (topics, prior, tasks), folders in read_cells(args.root):
-        success, gain, aucs = score_cell(folders)
-        table.append({"topics": topics, "prior": prior, "tasks": tasks,
-                      "seeds": [folder.parent.name for folder in folders],
-                      "success_by_seed": success, "gain": gain, "credit_auc": aucs})
-        means = [f"{100 * mean(by_seed):.1f}" for by_seed in success.values()]
-        ranked = [f"{mean(by_seed):.3f}" for by_seed in aucs.values()]
-        cells = [f"{prior:g}", topics, f"{tasks:,}", len(folders), *means, points(gain), *ranked]
-        print("| " + " | ".join(str(cell) for cell in cells) + " |")
-    args.output.write_text(json.dumps(table, indent=1) + "\n")
-    args.picture.write_text(draw(table))
+    for cell in cells:
+        print("| " + " | ".join(table_line(cell)) + " |")
+
+
+def table_line(cell):
+    gains = [f"{100 * gain:+.1f}" for gain in cell["gains"]]
+    gained = f"{100 * mean(cell['gains']):+.1f} ({', '.join(gains)})" if gains[1:] else gains[0]
+    success = [f"{100 * share:.1f}" for share in cell["success"].values()]
+    aucs = [f"{auc:.3f}" for auc in cell["credit_auc"].values()]
+    return [f"{cell['prior']:g}", f"{cell['topics']}", f"{cell['tasks']:,}", f"{len(gains)}",
+            *success, gained, *aucs]
 
 
 def parse_args(argv=None):

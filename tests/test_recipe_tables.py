@@ -26,35 +26,57 @@ def write_critic(folder, *aucs):
     write_jsonl(folder / "metrics.jsonl", rows)
 
 
+def write_cell(folder, extra, aucs):
+    """A finished seed of a cell, in which every policy solves `extra` tasks of six more."""
+    for name, solved in BETTER.items():
+        write_policy(folder / "test" / f"{name}.jsonl", solved + extra)
+    for name, auc in zip(("sweet", "sweet_no_privileged"), aucs, strict=True):
+        write_critic(folder / f"{name}.critic", 0.5, auc)
+
+
+def make_grid_table(root, folder):
+    return run_script("runs/toy_grid.py", root, "--output", folder / "grid.json",
+                      "--picture", folder / "grid.svg")
+
+
 def test_the_grid_compares_the_policies_of_each_cell_over_its_seeds(tmp_path):
-    root, table, picture = tmp_path / "grid", tmp_path / "grid.json", tmp_path / "grid.svg"
-    for cell, seeds in {"16-0-200": 2, "256-0.5-300": 1}.items():
-        for seed in range(seeds):
-            for name, solved in BETTER.items():
-                write_policy(root / cell / str(seed) / "test" / f"{name}.jsonl", solved + seed)
-            write_critic(root / cell / str(seed) / "sweet.critic", 0.5 + 0.1 * seed, 0.9)
-            write_critic(root / cell / str(seed) / "sweet_no_privileged.critic", 0.6 - 0.1 * seed)
+    root = tmp_path / "grid"
+    write_cell(root / "256-0.5-300/0", 0, (0.8, 0.7))
+    for seed in range(2):
+        write_cell(root / f"16-0-200/{seed}", seed, (0.9, 0.6 - 0.1 * seed))
+    write_policy(root / "16-0-200/1/test/sweet_no_privileged.jsonl", 1)
     write_policy(root / "16-0-200/2/test/base.jsonl", 1)  # a seed and a cell that are unfinished
-    write_critic(root / "16-0-200/2/sweet.critic", 0.9)
-    write_policy(root / "64-0-200/0/test/sweet_no_privileged.jsonl", 1, tasks=2)
+    write_policy(root / "64-0-200/0/test/sweet_no_privileged.jsonl", 1)
     write_policy(root / "64-0-200/0/episodes.jsonl", 1)
 
-    done = run_script("runs/toy_grid.py", root, "--output", table, "--picture", picture)
+    done = make_grid_table(root, tmp_path)
 
-    first, second = json.loads(table.read_text())
-    assert (first["topics"], first["prior"], first["tasks"], first["seeds"]) == (
-        16, 0, 200, ["0", "1"])
-    assert first["success_by_seed"]["sweet"] == pytest.approx([4 / 6, 5 / 6])
-    assert first["gain"]["value"] == pytest.approx(3 / 6)
-    assert first["credit_auc"] == {"sweet": [0.9, 0.9], "sweet_no_privileged": [0.6, 0.5]}
-    assert second["topics"] == 256 and second["seeds"] == ["0"]
-    assert "| 0 | 16 | 200 | 2 | 25.0 |" in done.stdout and "| +50.0 [" in done.stdout
-    assert "] | 0.900 | 0.550 |" in done.stdout
-    drawn = ElementTree.parse(picture).getroot()
-    marks = drawn.findall(".//{*}circle")
-    assert len(marks) == 2 * len(first["success_by_seed"])
+    rows = json.loads((tmp_path / "grid.json").read_text())
+    assert [(row["prior"], row["topics"], row["tasks"], row["seed"]) for row in rows] == [
+        (0, 16, 200, 0), (0, 16, 200, 1), (0.5, 256, 300, 0)]
+    assert rows[1]["success"]["sweet"] == pytest.approx(5 / 6)
+    assert rows[1]["credit_auc"] == {"sweet": 0.9, "sweet_no_privileged": 0.5}
+    assert "| 0 | 16 | 200 | 2 | 25.0 |" in done.stdout
+    assert "| +58.3 (+50.0, +66.7) | 0.900 | 0.550 |" in done.stdout
+    assert "| 0.5 | 256 | 300 | 1 |" in done.stdout and "| +50.0 | 0.800 | 0.700 |" in done.stdout
+    drawn = ElementTree.parse(tmp_path / "grid.svg").getroot()
+    assert len(drawn.findall(".//{*}circle")) == 2 * len(rows[0]["success"])
     assert {text.text for text in drawn.findall(".//{*}text")} >= {
         "16 topics, prior 0", "256 topics, prior 0.5", "SWEET-RL", "without information"}
+
+
+def test_a_grid_that_is_run_in_parts_gives_the_table_of_one_that_is_run_at_once(tmp_path):
+    parts = [tmp_path / f"part{seed}" for seed in range(2)]
+    for seed, part in enumerate(parts):
+        write_cell(part / f"16-0-200/{seed}", seed, (0.9, 0.6))
+        write_cell(tmp_path / f"whole/16-0-200/{seed}", seed, (0.9, 0.6))
+    write_cell(parts[0] / "16-0-200/1", 1, (0.5, 0.5))  # run again in the second part
+
+    make_grid_table(parts[0], tmp_path)
+    in_parts = make_grid_table(parts[1], tmp_path).stdout
+    (tmp_path / "grid.json").unlink()
+    assert in_parts == make_grid_table(tmp_path / "whole", tmp_path).stdout
+    assert "0.900" in in_parts
 
 
 def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tmp_path):
