@@ -358,8 +358,9 @@ def sample_candidates(states, sampling, output, process):
         policy = load_speaker(sampling.speaker, "agent", sampling.settings)
 
         def sample_state(key, messages):
-            request = Request(messages, sampling.num_candidates, derive_seed(sampling.seed, *key))
-            reply = yield from policy.reply(request)
+            # "candidates": without it, one of them would repeat what the episode's own turn drew
+            seed = derive_seed(sampling.seed, "candidates", *key)
+            reply = yield from policy.reply(Request(messages, sampling.num_candidates, seed))
             return key, messages, reply
 
         in_flight = sampling.settings.batch_size
@@ -398,7 +399,7 @@ def add_advantages(rows, tasks, open_critic, output, process):
         critic = open_critic()
     for row in tqdm(mine, unit="state", desc="scoring", **process.bar):
         advantages = critic.advantages(tasks[row["task_id"]], row["messages"], row["candidates"],
-                                  row["finished"])
+                                       row["finished"])
         store.append(row | {"advantages": advantages})
     store.finish([candidate_key(row) for row in rows])
     return store.path
