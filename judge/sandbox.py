@@ -359,6 +359,7 @@ OUTCOME = re.compile(
     rb"=[0-9a-f]{32}(,[0-9a-f]{32})?|incomparable|raised [A-Za-z_?]\w{0,60}", re.ASCII
 )
 MAX_OUTCOME_BYTES = 160
+MAX_THREADS = 200  # of a child; more could take all that the machine has
 CONTROL_SECONDS = 60  # how long a worker may take to start, to fork and to tidy up
 WALL_PER_CPU = 4  # time in the kernel, and time asleep, are limited to so many times `seconds`
 POLL = struct.pack("ll", 0, 50_000)  # seconds, microseconds: how often a silent child is looked at
@@ -466,6 +467,8 @@ class Worker:
             channel.sendall(job)
             channel.shutdown(socket.SHUT_WR)
         while len(outcomes) < count:
+            if thread_count(child) > MAX_THREADS:
+                return outcomes, "crashed"
             try:
                 # Returns at the end of the stream; after POLL, with what has arrived by then.
                 data = channel.recv(1 << 16, socket.MSG_WAITALL)
@@ -487,6 +490,14 @@ class Worker:
             elif out_of_time(started, process_clocks(child), seconds):
                 return outcomes, "timed out"
         return outcomes[:count], ""
+
+
+def thread_count(pid: int) -> int:
+    """The threads of a process; 0 where the system does not say."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def out_of_time(started: tuple, now: tuple, seconds: float) -> bool:
@@ -587,7 +598,8 @@ def serve_answers(control: socket.socket, folder: str) -> None:
         descriptors = socket.recv_fds(control, 1, 1)[1]
         if not descriptors:
             return
-        child = fork()
+        while (child := fork()) < 0:  # the C library's fork does not raise
+            time.sleep(0.1)  # until the machine has room for another process
         if child == 0:
             control.close()
             run_child(libc, descriptors[0], worker, rules, program)
@@ -960,7 +972,7 @@ class Canonical:
             real, imaginary = self.ratio(value.real), self.ratio(value.imag)
             return real if imaginary == "0" else f"{real}+{imaginary}j"
         if isinstance(value, (bytes, bytearray)):
-            return "b" + bytes(value).hex()
+            return "bytes " + bytes(value).hex()  # hexadecimal alone is an int
         return ""
 
     def ratio(self, number) -> str:
@@ -1079,7 +1091,7 @@ fadvise64:221:223 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230
 exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21 waitid:247:95 openat:257:56 mkdirat:258:34
 newfstatat:262:79 unlinkat:263:35 renameat:264:38 linkat:265:37 symlinkat:266:36
 readlinkat:267:78 faccessat:269:48 pselect6:270:72 ppoll:271:73 set_robust_list:273:99
-get_robust_list:274:100 epoll_pwait:281:22 fallocate:285:47 eventfd2:290:19 epoll_create1:291:20
+get_robust_list:274:100 epoll_pwait:281:22 eventfd2:290:19 epoll_create1:291:20
 dup3:292:24 pipe2:293:59 getcpu:309:168 renameat2:316:276 getrandom:318:278 membarrier:324:283
 copy_file_range:326:285 statx:332:291 rseq:334:293 close_range:436:436 faccessat2:439:439"""
 # What the worker alone needs; a child is refused them.
@@ -1090,6 +1102,10 @@ CONDITIONS = "socketpair:53:199:0:1 sendto:44:206:4:0 prlimit64:302:261:0:0"
 # Refused with one argument of this value, in the same form: F_SETOWN, F_SETOWN_EX, FIOSETOWN and
 # SIOCSPGRP name another process that a file is to send its signals to.
 SIGNAL_OWNERS = "fcntl:72:25:1:8 fcntl:72:25:1:15 ioctl:16:29:1:35073 ioctl:16:29:1:35074"
+# Opening a file with these bits among O_TRUNC and O_ACCMODE is refused: "read only, but empty it",
+# which Landlock knows since Linux 6.2, and access mode 3, of which it never asks anything.
+OPEN_BITS, ODD_OPENINGS = 0o1003, (0o1000, 0o1003, 0o3)
+OPENINGS = "open:2:-:1 openat:257:56:2"
 # Allowed in the worker, and in a child under a condition: new threads, signals to itself
 CLONE = "clone:56:220"
 KILLS = "kill:62:129 tgkill:234:131"
@@ -1099,8 +1115,8 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column abo
 
 # Results of a filter, SECCOMP_RET_...: allow; fail with EPERM; fail with ENOSYS; end the process
 ALLOW, REFUSE, NO_SUCH_CALL, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-# BPF instructions: load a word, jump if equal, jump if any bit is set, return
-LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+# BPF instructions: load a word, mask it, jump if equal, jump if any bit is set, return
+LOAD, MASK, EQUAL, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
 # Offsets of what a filter can load: call number, machine, arguments of 8 bytes each
 CALL_NUMBER, MACHINE, ARGUMENTS = 0, 4, 16
 THREAD = 0x10000  # CLONE_THREAD
@@ -1137,6 +1153,11 @@ def child_filter(process: int) -> bytes:
         number = call_numbers(entry)[0]
         argument, value = entry.split(":")[3:]
         program.append(refused_argument(number, int(argument), int(value)))
+    for entry in OPENINGS.split():
+        for number in call_numbers(entry):  # aarch64 has no "open"
+            for bits in ODD_OPENINGS:
+                argument = int(entry.split(":")[3])
+                program.append(refused_argument(number, argument, bits, OPEN_BITS))
     program.append(answer_calls(WORKER_CALLS, REFUSE))
     program.append(instruction(RETURN, ALLOW))
     return b"".join(program)
@@ -1176,11 +1197,15 @@ def fixed_argument(number: int, argument: int, value: int, test: int = EQUAL) ->
     return b"".join(program)
 
 
-def refused_argument(number: int, argument: int, value: int) -> bytes:
-    """Refuse the call if an argument, of which the kernel reads the low half, has this value."""
+def refused_argument(number: int, argument: int, value: int, mask: int = 0xFFFFFFFF) -> bytes:
+    """Refuse the call if an argument, of which the kernel reads the low half, has this value.
+
+    Only the bits of the mask are compared.
+    """
     program = [
-        instruction(EQUAL, number, 0, 4),
+        instruction(EQUAL, number, 0, 5),
         instruction(LOAD, ARGUMENTS + 8 * argument),
+        instruction(MASK, mask),
         instruction(EQUAL, value, 0, 1),
         instruction(RETURN, REFUSE),
         instruction(LOAD, CALL_NUMBER),

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,7 @@ def test_values_that_python_calls_equal_are_credited(judge, expected, actual):
             "__import__('datetime').datetime(2024, 1, 1)",
         ),
         ("'null'", "'None'"),
+        ("0xb12", "b'\\x12'"),
     ],
 )
 def test_values_that_differ_are_not_credited(judge, expected, actual):
@@ -374,6 +376,9 @@ HOSTILE = {
     "eats memory": "bytearray(3 << 30)",
     "outlives its worker": "1 / (1 + ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))",
     "fills the disk": "open('x', 'wb').write(bytes(9 << 20))",
+    "reserves the disk": "os.posix_fallocate(os.open('x', os.O_CREAT | os.O_RDWR), 0, 9)",
+    "empties what it may only read": "os.open(os.open('x', os.O_CREAT) and 'x', os.O_TRUNC)",
+    "opens for neither reading nor writing": "os.open(os.open('x', os.O_CREAT) and 'x', 3)",
     "traces": "1 / (1 + ctypes.CDLL(None).ptrace(0, 0, 0, 0))",
     "forks by number": "1 / (1 + ctypes.CDLL(None).syscall(57))",
 }
@@ -460,6 +465,37 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+@needs_proc
+def test_an_answer_waits_for_a_machine_that_has_no_room_for_a_process():
+    with Judge(1) as alone:
+        if os.getuid() == 0 and not alone.status["own user"]:
+            pytest.skip("root may have any number of processes")
+        (worker,) = alone.workers
+        soft, hard = resource.prlimit(worker.process.pid, resource.RLIMIT_NPROC)
+        resource.prlimit(worker.process.pid, resource.RLIMIT_NPROC, (0, hard))
+        with ThreadPoolExecutor(1) as pool:
+            grade = pool.submit(alone.grade, DOUBLE, DOUBLE["ground_truth"])
+            time.sleep(0.5)
+            assert not grade.done()
+            resource.prlimit(worker.process.pid, resource.RLIMIT_NPROC, (soft, hard))
+            assert grade.result().success
+        assert alone.workers == {worker}  # it was not replaced
+
+
+@needs_proc
+def test_an_answer_with_too_many_threads_is_ended(judge, monkeypatch):
+    monkeypatch.setattr("judge.sandbox.MAX_THREADS", 8)  # as root, a limit of 64 comes first
+    start = (
+        "import _thread, time\n"
+        "for _ in range(16):\n"
+        "    _thread.start_new_thread(time.sleep, (9,))\n"
+        "time.sleep(0.5)\n"
+    )
+    grade = judge.grade(DOUBLE, start + DOUBLE["ground_truth"])
+    assert set(grade.reasons.values()) == {"crashed"}
+    assert judge.grade(DOUBLE, DOUBLE["ground_truth"]).success
 
 
 def running(pid):
