@@ -316,6 +316,7 @@ class Browser:
         devtools.open_page()
         devtools.call("Page.enable")
         devtools.call("Fetch.enable")
+        devtools.call("Browser.setDownloadBehavior", behavior="deny")
         devtools.call("Emulation.setScriptExecutionDisabled", value=True)
         devtools.call(
             "Emulation.setDeviceMetricsOverride",
@@ -359,21 +360,26 @@ class Browser:
             self.loaded = self.arrived  # and not that of an earlier page
 
     def _answer_request(self, request, address, kind):
-        """Answer a request from here, or fail it. Only data: addresses pass."""
+        """Answer a request from here, or fail it. Only data: addresses pass.
+
+        A page may use pictures and styles but not go to them: links to them would then be drawn as
+        visited, in later pages, too.
+        """
+        is_document = kind == "Document"
         if address == self.address and self.html is not None:
             page, self.html = self.html, None  # a page that asks for its own address gets nothing
             body = base64.b64encode(page.encode()).decode()
             self._fulfil(request, "text/html; charset=utf-8", body)
-        elif TAILWIND_ADDRESS.match(address):
+        elif TAILWIND_ADDRESS.match(address) and not is_document:
             self._fulfil(request, "text/css", self.stylesheet)
-        elif PICTURE_HOST.match(address):
+        elif PICTURE_HOST.match(address) and not is_document:
             picture = base64.b64encode(placeholder_picture(address)).decode()
             self._fulfil(request, "image/png", picture)
         elif address.startswith("data:"):
             self.devtools.send("Fetch.continueRequest", requestId=request)
         else:
             reason = "BlockedByClient"
-            if kind == "Document":
+            if is_document:
                 reason = "Aborted"  # leaves the page as it is; others show Chromium's error page
             self.devtools.send("Fetch.failRequest", requestId=request, errorReason=reason)
 

@@ -425,17 +425,28 @@ LASTING = [
     '<style title="other">p { color: green }</style>',
     '<style>html { scroll-snap-type: y mandatory } p { scroll-snap-align: start }</style>'
     '<div style="height: 3000px"></div><p>below</p><input autofocus>',
+    '<meta http-equiv="refresh" content="0;url=https://picsum.photos/300/200">',  # visits a link
 ]
 
 
 @pytest.mark.parametrize("lasting", LASTING)
 def test_nothing_of_a_page_is_left_when_the_next_one_is_drawn(browser, lasting):
     picture = '<img src="https://picsum.photos/300/200">'
+    picture += '<a href="https://picsum.photos/300/200">a link</a>'
     title = '<style title="main">h1 { position: fixed; top: 300px }</style>'
     page = PAGE.replace("</h1>", f"</h1>{picture}{title}<input autofocus>")
     wanted = browser.render(page)
     browser.render(f"<html><head>{lasting}</head><body>first</body></html>")
     assert browser.render(page) == wanted
+
+
+@pytest.mark.parametrize("page", [
+    '<iframe src="{}"></iframe>', '<meta http-equiv="refresh" content="0;url={}">'])
+def test_a_page_puts_no_file_on_the_disk(browser, page):
+    browser.render(page.format("data:application/octet-stream,HELLO"))
+    browser.render(PAGE)
+    files = [path for path in Path(browser.devtools.profile).rglob("*") if path.is_file()]
+    assert files and not any("Download" in str(path) for path in files)
 
 
 def test_a_page_that_leaves_later_does_not_change_the_next_one(browser):
