@@ -2,7 +2,8 @@
 # The paper's backend setting: Llama-3.1-8B-Instruct, a 70B human behind a URL, the official files.
 #   . .venv/bin/activate; hf auth login     (with an account to which Meta gives Llama)
 #   hf download facebook/collaborative_agent_bench --repo-type dataset --local-dir data
-#   vllm serve meta-llama/Llama-3.1-70B-Instruct --tensor-parallel-size 8   (elsewhere: HUMAN_URL)
+#   vllm serve meta-llama/Llama-3.1-70B-Instruct --tensor-parallel-size 8 --generation-config vllm
+#     (elsewhere: HUMAN_URL)
 #
 # One node of eight 80 GB GPUs:    runs/backend_8b.sh                        2 to 3 hours
 # One H200:                        RUN=python runs/backend_8b.sh             about a day

@@ -2,7 +2,7 @@
 # The paper's frontend setting: WebSight tasks, a Qwen2-VL-72B human behind a URL that sees both
 # screenshots, CLIP reward.
 #   python colbench.py websight websight_rows.jsonl data/frontend_{train,test}.jsonl
-#   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8
+#   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8 --generation-config vllm
 #     (elsewhere: HUMAN_URL; two pictures a request)
 # websight_rows.jsonl: the fields text and llm_generated_idea of the first 10,500 rows of
 # HuggingFaceM4/WebSight, v0.2.

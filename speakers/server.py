@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import Future
 
-from colbench import THOUGHTS, derive_seed
+from colbench import THOUGHTS, derive_seed, harmless
 from speakers.interface import Request, Speaker, SpeakerError, Utterance
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
@@ -43,7 +43,8 @@ class ServerSpeaker(Speaker):
         self.retries, self.pause, self.timeout = retries, pause, timeout
         self.key = api_key()
         # Servers take their defaults from the checkpoint's recommendation, which often cuts the
-        # policy down to its likelier words; top_p 1 samples from the policy itself.
+        # policy down to its likelier words. top_p 1 undoes that in part; top_k and penalties have
+        # to be switched off where the server starts, since not all servers know them.
         self.sampling = {
             "temperature": settings.temperature,
             "max_tokens": settings.max_new_tokens,
@@ -189,7 +190,7 @@ class ServerSpeaker(Speaker):
         if self.key:
             detail = detail.replace(self.key, "(the API key)")
         detail = " ".join(detail.split())  # pages of proxies have many lines
-        return detail[:DETAIL_CHARACTERS]  # cut last, so that no part of a key is left
+        return harmless(detail)[:DETAIL_CHARACTERS]  # cut last: no part of a key is left
 
     # -------------------------------------------------------------------------
     # The check at the start
@@ -273,15 +274,18 @@ def choices_of(answer):
     choices = answer["choices"]
     if not choices:
         raise ValueError("an answer without choices")
-    for choice in choices:  # a server that parses thoughts gives none where they were cut
-        if choice["message"]["content"] is None and choice.get("finish_reason") == "length":
-            choice["message"]["content"] = THOUGHTS
+    for choice in choices:
+        if choice["message"]["content"] is None:
+            if choice.get("finish_reason") == "length":
+                choice["message"]["content"] = THOUGHTS  # they are parsed away, and were cut
+            elif choice.get("finish_reason") == "stop":
+                choice["message"]["content"] = ""  # SGLang's word for an empty text
     if any(not isinstance(choice["message"]["content"], str) for choice in choices):
         raise ValueError("an answer without text")
     return choices
 
 
 def listed(names):
-    """Names for a message, the first so many of them."""
-    shown = ", ".join(names[:MAX_NAMES])
+    """Names for a message, at most MAX_NAMES of them."""
+    shown = harmless(", ".join(names[:MAX_NAMES]))
     return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown

@@ -26,7 +26,7 @@ import collect
 import evaluate
 import speakers
 import train_policy
-from colbench import derive_seed, read_tasks, without_thoughts
+from colbench import ResumableJsonl, derive_seed, read_tasks, without_thoughts
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
 from speakers.server import ServerSpeaker
@@ -236,20 +236,22 @@ def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
         assert not utterances[0].finished
 
 
-class CutThoughts(Handler):
-    """Parses thoughts, which were cut: there is no text after them."""
+class NoContent(Handler):
+    """Its answers have no text, for a reason of the test's."""
 
     def do_POST(self):
         self.body()
-        choice = {"message": {"content": None}, "finish_reason": "length"}
+        choice = {"message": {"content": None}, "finish_reason": self.server.reason}
         self.reply(200, json.dumps({"choices": [choice]}).encode())
 
 
-def test_thoughts_that_a_server_cut_are_an_unfinished_utterance_and_no_fault():
+@pytest.mark.parametrize("reason, text", [("length", None), ("stop", "")])
+def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(impatient, reason, text):
     with running(echo) as server:
-        server.RequestHandlerClass = CutThoughts
+        server.RequestHandlerClass, server.reason = NoContent, reason
         (utterance,), = load_speaker(server.url).speak(CONVERSATIONS[:1])
-    assert not utterance.finished and without_thoughts(utterance.text) is None
+    assert utterance.finished == (reason == "stop")
+    assert without_thoughts(utterance.text) == text
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -679,7 +681,7 @@ def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impat
     with running(toy_answer(tasks), dies_after=120) as server:
         with pytest.raises(SystemExit, match="start it again, then rerun the same command"):
             collected(tmp_path, file, server.url, batch_size=8)
-        rows = [json.loads(line) for line in open(tmp_path / "episodes.jsonl")]
+        rows = list(ResumableJsonl.whole_rows(tmp_path / "episodes.jsonl"))
         finished = {row["task"]["task_id"]: row for row in rows if not row["error"]}
         assert finished
         assert all("HTTP 503" in row["error"] for row in rows if row["error"])
@@ -728,7 +730,7 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
     with running(answer) as agent, unknown(404) as wrong:
         with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
             run(agent, wrong.url)
-        assert all(json.loads(line)["error"] for line in episodes.read_text().splitlines())
+        assert all(row["error"] for row in ResumableJsonl.whole_rows(episodes))
         run(agent, "scripted")
     rows = [json.loads(line) for line in episodes.read_text().splitlines()]
     assert rows and not any(row["error"] for row in rows)
@@ -783,6 +785,25 @@ def test_a_server_that_repeats_the_api_key_does_not_get_it_into_an_error(impatie
         errors = load_speaker(server.url).speak(CONVERSATIONS[:2])
     for error in errors:
         assert "busy, Bearer (the API key)" in str(error) and "sk-" not in str(error)
+
+
+class Steering(Handler):
+    """Its error would set the title of a terminal."""
+
+    def do_POST(self):
+        self.body()
+        self.reply(400, b"no \x1b]0;title\x07")
+
+
+def test_what_a_server_says_does_not_steer_the_terminal(impatient):
+    with running(echo, models=["a\x1b[2J", "b"]) as server:
+        server.RequestHandlerClass = Steering
+        with pytest.raises(SystemExit) as end:
+            load_speaker(server.url)
+        settings = SpeakerSettings(model_name="b")
+        error = load_speaker(server.url, settings=settings).speak(CONVERSATIONS[:1])[0]
+    assert "a\\x1b[2J" in str(end.value) and "\x1b" not in str(end.value)
+    assert "HTTP 400: no \\x1b]0;title\\x07" in str(error)
 
 
 class Wordy(Handler):
