@@ -601,6 +601,10 @@ def read_episodes(path, tasks=None):
 
     `tasks` holds those of earlier files, see `check_same_task`.
     """
+    unfinished = [file.name for file in ResumableJsonl.files(path) if file != Path(path)]
+    if unfinished:
+        raise SystemExit(f"{path}: found {unfinished[0]} beside it, so the run that plays these"
+                         " episodes has not finished, expected all of them; rerun its command")
     tasks = {} if tasks is None else tasks
     episodes, seen, counts = [], set(), {}
     for where, row in read_jsonl(path):
@@ -847,18 +851,16 @@ def write_jsonl(path, rows):
 class ResumableJsonl:
     """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
 
-    `key(row)` identifies a row. Of several ranks each appends to a file of its own, FILE.rank0 and
-    so on, since network file systems cannot append to one file from several machines. The leader
-    merges them: at the start those that a killed run left, of whatever number of ranks, and at the
-    end. Rows for which `keep(row)` is false (failed ones) are dropped at the start, to be made
-    again.
+    `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
+    network file systems cannot append to one file from several machines, and so that a file which
+    is not finished can be told from one that is. The leader merges them: at the start those that a
+    killed run left, of whatever number of ranks, and at the end. Rows for which `keep(row)` is
+    false (failed ones) are dropped at the start, to be made again.
     """
 
     def __init__(self, path, key, process, keep=lambda row: True):
         self.path, self.key, self.process = Path(path), key, process
-        self.part = self.path
-        if process.world > 1:
-            self.part = Path(f"{path}.rank{process.rank}")
+        self.part = Path(f"{path}.rank{process.rank}")
         if process.leads:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             rows = [row for row in self._usable_rows() if keep(row)]

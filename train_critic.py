@@ -95,7 +95,7 @@ def advantage(sums, reference_sums, counts, normalise="turn"):
     1/L sum_l [log pi_theta(a_l | o_t, a_<l, c) - log pi_ref(a_l | o_t, a_<l, c)].
 
     All arguments are (R, S): turn sums of log-probs under critic and reference, and the tokens of
-    each turn; a turn without tokens gets 0.
+    each turn. A turn without tokens gets 0, and so do those that a shorter dialogue does not have.
     """
     ratio = sums - reference_sums  # log pi_theta - log pi_ref, summed over l
     length = NORMALISERS[normalise](counts)  # L
@@ -105,7 +105,7 @@ def advantage(sums, reference_sums, counts, normalise="turn"):
 def critic_loss(chosen, rejected, beta):
     """SWEET-RL Eq. (2): -log sigma(sum_t beta A(o+_t, a+_t, c) - sum_t beta A(o-_t, a-_t, c)).
 
-    Advantages of all turns of both dialogues, (B, S) and (B, S) -> (B,).
+    Advantages of all turns of both dialogues, padded with 0, (B, S) and (B, S) -> (B,).
     """
     return -F.logsigmoid(beta * chosen.sum(1) - beta * rejected.sum(1))
 
@@ -168,6 +168,7 @@ class Row:
     turn_index: list  # T turn indices, -1 where the token is not an agent token
     turns: int
     prompt_length: int = 0  # of a candidate: the tokens before its turn; 0: a dialogue
+    dropped: int = 0  # of a candidate: the turns before it that max_length left out
     reference: list | None = None  # S log-prob sums under the reference model
     outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
     answered: bool = False  # whether the last turn is marked as the answer
@@ -317,6 +318,8 @@ def main(args):
         advice = advice or "; collect more episodes per task"
         if args.pairs != "all":
             advice += ", or try --pairs all"
+        if held_items:
+            advice = f"; lower --holdout: all {held_counts['pairs']} pairs are of held-out tasks"
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
                          f" episode, expected at least one{advice}")
     check_same_items(items + held_items, process)
@@ -366,9 +369,9 @@ def main(args):
 def encode_row(reader, messages, finished, opening=None):
     """(row, turns dropped) of messages; a dialogue that is too long loses its oldest turns.
 
-    Whole turns are dropped after the first user message, never part of a scored turn; the row is
-    None if the last turn does not fit. `opening` gives what a vision-language critic reads in
-    place of the text before the first turn.
+    After the first user message, whole turns are dropped, each with the human's reply to it, never
+    part of a scored turn. The row is None if the last turn does not fit. `opening` gives what a
+    vision-language critic reads in place of the text before the first turn.
     """
     first = first_request(messages) + 1
     if opening:
@@ -399,13 +402,13 @@ def candidate_rows(reader, messages, candidates, opening=None):
     turns = [ids + [end_id] if finished else ids
              for ids, (_, finished) in zip(turns, candidates, strict=True)]
     room = reader.max_length - max(len(ids) for ids in turns)
-    prompt, _ = encode_row(reader._replace(max_length=room), messages, [True] * len(messages),
-                           opening)
+    prompt, dropped = encode_row(reader._replace(max_length=room), messages,
+                                 [True] * len(messages), opening)
     if prompt is None:
         return None
     length = len(prompt.ids)
     return [Row(prompt.ids + ids, [-1] * length + [0] * len(ids), 1, prompt_length=length,
-                opening=opening) for ids in turns]
+                dropped=dropped, opening=opening) for ids in turns]
 
 
 def group_pairs(pairs, share):
@@ -911,14 +914,16 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
         return advantage(sums, reference_table(group, sums), counts, settings.normalise), counts
 
     scored = score_on_all_ranks(model, rows, score, process, micro_batch_size)
-    total = numpy.mean if settings.head == "value" else sum  # of a dialogue, as in the loss
-    totals = [total(advantages) for advantages, _ in scored]
-    margins = numpy.array([totals[a] - totals[b] for a, b in zip(chosen, rejected, strict=True)])
-    metrics = {"holdout/accuracy": accuracy(torch.from_numpy(margins)).mean().item(),
-               "holdout/pairs": len(margins)}
+    advantages = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(of_turns, dtype=torch.float64) for of_turns, _ in scored], batch_first=True)
+    totals = advantages.sum(1)
+    if settings.head == "value":  # a mean over turns, as in its loss
+        totals /= torch.tensor([row.turns for row in rows])
+    metrics = {"holdout/accuracy": accuracy(totals[chosen] - totals[rejected]).mean().item(),
+               "holdout/pairs": len(chosen)}
     if settings.head == "logratio":
-        losses = numpy.logaddexp(0, -settings.beta * margins)
-        metrics["holdout/loss"] = float(losses.mean())
+        losses = critic_loss(advantages[chosen], advantages[rejected], settings.beta)
+        metrics["holdout/loss"] = losses.mean().item()
     return metrics | advantage_levels(rows, scored, {"chosen": chosen, "rejected": rejected})
 
 

@@ -134,7 +134,7 @@ def pairs_of_state(state, settings):
 
 def candidate_items(reader, ranked_states, settings):
     """(items, report) of ranked candidates: pairs of rows that share their state's prompt."""
-    items, too_long = [], 0
+    items, too_long, turns_dropped = [], 0, 0
     for state in ranked_states:
         pairs = pairs_of_state(state, settings)
         if not pairs:
@@ -145,13 +145,14 @@ def candidate_items(reader, ranked_states, settings):
         if rows is None:
             too_long += len(pairs)
             continue
+        turns_dropped += rows[0].dropped
         row_of = dict(zip(used, rows, strict=True))
         for group in group_pairs(pairs, settings.share):
             members = sorted({index for pair in group for index in pair})
             items.append(Item([row_of[index] for index in members],
                               [(members.index(a), members.index(b)) for a, b in group]))
-    return items, {"states": len(ranked_states),
-                   "pairs": sum(len(item.pairs) for item in items), "pairs_too_long": too_long}
+    return items, {"states": len(ranked_states), "pairs": sum(len(item.pairs) for item in items),
+                   "pairs_too_long": too_long, "turns_dropped": turns_dropped}
 
 
 # -----------------------------------------------------------------------------
@@ -250,9 +251,11 @@ def main(args):
 def method_items(args, reader, episodes, process):
     """The items of --method, and counts to print."""
     if args.method == "sweet":
-        path = args.candidates or rank_candidates(args, episodes, process)
+        ranked, too_long = read_candidates(args.candidates
+                                           or rank_candidates(args, episodes, process))
         settings = PairSettings(args.pairing, args.pairs_per_state, args.share, args.seed)
-        return candidate_items(reader, read_candidates(path), settings)
+        items, report = candidate_items(reader, ranked, settings)
+        return items, report | {"states_too_long": too_long}
     if args.method == "mtdpo":
         groups = group_by_task(episodes)
         pairs = [pair_episodes(groups[task_id], args.pairs, args.margin, args.success_reward)
@@ -363,9 +366,10 @@ def sample_candidates(states, sampling, output, process):
             reply = yield from policy.reply(Request(messages, sampling.num_candidates, seed))
             return key, messages, reply
 
-        in_flight = sampling.settings.batch_size
+        samples = sampling.settings.batch_size
         if not is_server(sampling.speaker):  # a local one sorts several batches of states by length
-            in_flight = max(1, 8 * in_flight // sampling.num_candidates)
+            samples *= 8
+        in_flight = max(1, samples // sampling.num_candidates)
         # lazy: after the first failure (`failed`, below) no further state starts
         waiting = (sample_state(*state) for state in mine if not failed)
         for key, messages, reply in tqdm(interleave(waiting, in_flight), total=len(mine),
@@ -446,10 +450,14 @@ def dialogue_items(reader, episodes):
 
 
 def read_candidates(path):
-    """Ranked candidates of a file, checked; states too long to be scored have no advantages."""
-    rows, seen = [], set()
+    """(rows, too long) of a file of ranked candidates, checked.
+
+    The second is how many states were too long for the critic, and so have no advantages.
+    """
+    rows, seen, too_long = [], set(), 0
     for where, row in read_jsonl(path):
         if "advantages" in row and row["advantages"] is None:
+            too_long += 1
             continue
         check_candidates(row, where)
         if candidate_key(row) in seen:
@@ -458,8 +466,10 @@ def read_candidates(path):
         seen.add(candidate_key(row))
         rows.append(row)
     if not rows:
-        raise SystemExit(f"{path}: found no ranked state, expected at least one")
-    return rows
+        raise SystemExit(f"{path}: found no ranked state and {too_long} that are too long for the"
+                         " critic, expected a ranked one; if there are such, train the critic with"
+                         " a greater --max_length")
+    return rows, too_long
 
 
 def check_candidates(row, where):
@@ -530,7 +540,7 @@ def parse_args(argv=None):
     add("--temperature", type=float, default=1.0, help="of the candidates")
     add("--max_new_tokens", type=int, default=1024, help="of a candidate")
     add("--sampling_batch_size", type=int, default=64,
-        help="candidates sampled at the same time; with --sampler, states in flight")
+        help="candidates sampled at the same time")
     add("--sampler", help="server that samples for the policy, http://host:port/v1 (default:"
         " --model here)")
     add("--sampler_model", help="model name to ask that server for")

@@ -474,7 +474,7 @@ def example_pairs(run):
         return []
     settings = PairSettings(*[run.flags[name] for name in PairSettings._fields])
     pairs = []
-    for state in read_candidates(path):
+    for state in read_candidates(path)[0]:
         advantages = state["advantages"]
         for chosen, rejected in pairs_of_state(state, settings):
             pairs.append((advantages[chosen] - advantages[rejected], chosen, rejected, state))

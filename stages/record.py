@@ -31,8 +31,13 @@ def claim_output(path, flags, inputs, process, cost_flags):
         raise SystemExit(f"{path.parent}: found a checkpoint that none of these scripts wrote,"
                          " expected a new directory; choose another --output")
     if process.leads:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        hold_lock(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hold_lock(path)
+        except OSError as error:
+            raise SystemExit(f"{path.parent}: found that nothing can be written there ({error}),"
+                             " expected a directory for the output; choose another --output"
+                             ) from None
     resumes = path.is_file() and has_output(path)
     grown = False
     if resumes:

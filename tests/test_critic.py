@@ -603,7 +603,7 @@ def test_every_row_gets_its_reference_sums_and_the_margin_is_0_before_the_first_
 
 @pytest.mark.parametrize("head, right", [("logratio", 0.0), ("value", 1.0)])
 def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_value(
-        process, head, right):
+        process, monkeypatch, head, right):
     # the chosen dialogue has eight turns, each a little better than the three of the rejected one,
     # but all advantages are negative: by the sum the rejected one is ahead, by the mean the other
     tokenizer = byte_tokenizer()
@@ -632,6 +632,9 @@ def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_valu
     if head == "logratio":
         loss = math.log1p(math.exp(8 * 1.0 - 3 * 1.2))
         assert found["holdout/loss"] == pytest.approx(loss, rel=1e-3)
+        monkeypatch.setattr(train_critic, "critic_loss", lambda chosen, *_: chosen.sum(1) - 8)
+        found = holdout_metrics(model, [Item(rows, [(0, 1)])], settings, process, 1)
+        assert found["holdout/loss"] == pytest.approx(-16.0, rel=1e-3)  # one loss, also here
     else:
         assert "holdout/loss" not in found
 
@@ -642,7 +645,8 @@ def test_held_out_pairs_are_ranked_as_the_loss_ranks_them_by_sum_or_by_mean_valu
 
 def flags(path, model, output, *more):
     return ["--episodes", path, "--model", model, "--output", output, "--epochs", 2,
-            "--batch_size", 4, "--lr", 1e-3, "--holdout", 0.2, "--max_length", 600, *more]
+            "--batch_size", 4, "--lr", 1e-3, "--holdout", 0.2, "--max_length", 600,
+            "--dtype", "float32", *more]  # on a GPU, too
 
 
 @pytest.fixture(scope="module")

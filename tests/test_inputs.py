@@ -35,9 +35,11 @@ from colbench import (
     group_by_task,
     load_episodes,
     read_episodes,
+    read_jsonl,
     read_tasks,
     render,
     states_of,
+    write_jsonl,
 )
 from speakers.local import load_model, load_tokenizer
 from stages.processes import Process
@@ -161,7 +163,7 @@ def use_episodes(path):
 
 
 def use_candidates(path):
-    rows = train_policy.read_candidates(path)
+    rows, _ = train_policy.read_candidates(path)
     assert all(math.isfinite(value) for row in rows for value in row["advantages"])
     settings = train_policy.PairSettings(
         pairing="halves", pairs_per_state=4, share="pair", seed=0)
@@ -354,6 +356,40 @@ def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_pat
         "--model", tiny(), "--output", tmp_path / "policy", check=False)
     assert result.returncode == 1 and f"{missing}: no such file; expected" in result.stderr
     assert not (tmp_path / "policy").exists()
+
+
+def test_an_unfinished_rollout_is_no_input(tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    for left in ("episodes.jsonl.rank0", "other.jsonl.rank1"):
+        shutil.copy(episodes, tmp_path / left)
+        path = tmp_path / left.rsplit(".", 1)[0]
+        with pytest.raises(SystemExit, match=f"{path}: found {left} beside it.*rerun its command"):
+            read_episodes(path)
+    (tmp_path / "episodes.jsonl.rank0").unlink()
+    assert read_episodes(episodes)
+
+
+@pytest.mark.parametrize("folder", ["file/critic", "file"])
+def test_an_output_that_cannot_be_a_directory_is_said_to_be_none(tiny, tmp_path, folder):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    (tmp_path / "file").touch()
+    result = run_script("train_critic.py", "--episodes", episodes, "--model", tiny(),
+                        "--output", tmp_path / folder, check=False)
+    assert result.returncode == 1 and "choose another --output" in result.stderr
+    assert "rerun" not in result.stderr and "Traceback" not in result.stderr
+
+
+def test_pairs_that_are_all_held_out_are_said_to_be(tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    rows = [row for _, row in read_jsonl(episodes)]
+    for row in rows:  # the task that is trained on has no success
+        _, held = train_critic.split_tasks(group_by_task(rows), 0.9, 0)
+        if row["task"]["task_id"] not in held:
+            row["reward"], row["success"] = 0.0, False
+    write_jsonl(episodes, rows)
+    result = run_script("train_critic.py", "--episodes", episodes, "--model", tiny(), "--holdout",
+                        0.9, "--output", tmp_path / "critic", check=False)
+    assert "lower --holdout: all 10 pairs are of held-out tasks" in result.stderr
 
 
 def test_real_tasks_need_a_human(tmp_path):

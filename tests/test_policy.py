@@ -14,7 +14,7 @@ from conftest import (
 
 import train_policy
 from colbench import (
-    agent_prompt_of, load_episodes, read_episodes, read_jsonl, read_tasks, states_of)
+    agent_prompt_of, load_episodes, read_episodes, read_jsonl, read_tasks, states_of, write_jsonl)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, load_tokenizer
 from train_critic import Critic, Item, Reader, candidate_rows, dialogue_row, encode_row, turn_sums
@@ -140,7 +140,7 @@ def test_the_chosen_row_of_every_pair_is_the_text_of_the_greater_advantage(share
 
 
 def test_the_rows_of_an_item_share_one_pack_and_an_item_is_a_pair_or_all_pairs_of_a_state(trained):
-    states = read_candidates(trained / "sweet/candidates.jsonl")
+    states, _ = read_candidates(trained / "sweet/candidates.jsonl")
     for share in ("state", "pair"):
         items, report = candidate_items(READER, states, pair_settings(share))
         for item in items:
@@ -203,9 +203,24 @@ def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is(
     assert len(lengths) == 2  # with the older turn, and without it
 
 
+def test_what_the_length_leaves_out_of_states_is_counted(tmp_path):
+    state = ranked_state({"a": 1.0, "b": -1.0}) | {"messages": dialogue("t", "x" * 99, "r")}
+    path = tmp_path / "candidates.jsonl"
+    write_jsonl(path, [state, state | {"task_id": "longer", "advantages": None}])
+    states, too_long = read_candidates(path)
+    assert len(states) == too_long == 1
+    for max_length, dropped in ((8192, 0), (99, 1)):
+        reader = READER._replace(max_length=max_length)
+        _, report = candidate_items(reader, states, pair_settings("pair"))
+        assert report["turns_dropped"] == dropped and report["pairs"] == 1
+    write_jsonl(path, [state | {"advantages": None}])
+    with pytest.raises(SystemExit, match="no ranked state and 1 that are too long for the critic"):
+        read_candidates(path)
+
+
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_pairs_do_not_depend_on_the_scale_of_advantages(trained, pairing):
-    states = read_candidates(trained / "sweet/candidates.jsonl")
+    states, _ = read_candidates(trained / "sweet/candidates.jsonl")
     larger = [state | {"advantages": [1024 * value for value in state["advantages"]]}
               for state in states]
     settings = pair_settings("pair", pairing)
@@ -407,7 +422,7 @@ def test_episodes_that_omit_their_instructions_get_those_of_the_agent_prompt_fla
 def flags(method, folder, model, output, *more):
     return ["--method", method, "--episodes", folder / "episodes.jsonl", "--model", model,
             "--output", output, "--batch_size", 4, "--lr", 1e-3, "--max_length", 600,
-            "--epochs", 1, *more]
+            "--epochs", 1, "--dtype", "float32", *more]  # on a GPU, too
 
 
 def sweet(folder, model, output, *more):
@@ -422,7 +437,7 @@ def trained(tiny, tmp_path_factory):
     write_episodes(folder / "episodes.jsonl")
     run_script("train_critic.py", "--episodes", folder / "episodes.jsonl", "--model", tiny(),
                "--output", folder / "critic", "--epochs", 2, "--lr", 1e-2, "--batch_size", 4,
-               "--max_length", 600)
+               "--max_length", 600, "--dtype", "float32")
     run_script("train_policy.py", *sweet(folder, tiny(), folder / "sweet"))
     return folder
 

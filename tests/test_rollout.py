@@ -17,7 +17,7 @@ import collect
 import evaluate
 import speakers
 import train_policy
-from colbench import Referee, RefereeSettings, ResumableJsonl, read_tasks
+from colbench import Referee, RefereeSettings, ResumableJsonl, read_tasks, states_of
 from collect import Parties, Rules, interleave, play
 from judge.sandbox import ANSWER_MARKER, Grade
 from speakers.interface import Speaker, SpeakerError, SpeakerSettings, Utterance
@@ -448,11 +448,26 @@ def states(count):
             for task in TASKS[:count]]
 
 
-def sample(monkeypatch, policy, folder, batch_size=2):
+def sample(monkeypatch, policy, folder, batch_size=8):
     """sample_candidates of 30 states, 4 candidates each."""
     monkeypatch.setattr(train_policy, "load_speaker", lambda *_: policy)
     sampling = train_policy.Sampling("http://s", SpeakerSettings(batch_size=batch_size), 4, seed=0)
     return within(lambda: train_policy.sample_candidates(states(30), sampling, folder, ALONE))
+
+
+def test_no_candidate_is_drawn_with_the_numbers_of_a_message_of_its_episode(
+        monkeypatch, tmp_path):
+    agent, human = Served(asker(lambda key: 9)), Served(human_line)
+    _, episodes = played(Parties(agent, human, HeldReferee(), RULES), 5, 1)
+    policy = Served(asker(lambda key: 9))
+    monkeypatch.setattr(train_policy, "load_speaker", lambda *_: policy)
+    sampling = train_policy.Sampling("http://s", SpeakerSettings(), 4, seed=RULES.seed)
+    of_episodes = list(states_of(episodes))
+    within(lambda: train_policy.sample_candidates(of_episodes, sampling, tmp_path, ALONE))
+    assert len(policy.asked) == 5 * 9
+    drawn = {request.seed for request in policy.asked}
+    assert len(drawn) == 5 * 9
+    assert not drawn & {request.seed for request in agent.asked + human.asked}
 
 
 class UntilTheLast(Served):
