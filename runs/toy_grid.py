@@ -4,10 +4,11 @@
 
 Reads: the test episodes and the critics' metrics of ROOT/TOPICS-PRIOR-TASKS/SEED. Seeds of a cell
 that have not been run are omitted.
-Prints: a table to paste. Writes: runs/out/toy_grid.json, for each cell and seed the success of every
-policy and the critics' AUC against true credit. A row that is in this file already stays unless
-ROOT has the same cell and seed, so that a grid may be run in parts, on several machines.
-docs/grid.svg: a panel for each world, success against the number of training tasks.
+Prints: a table to paste.
+Writes: runs/out/toy_grid.json, for each cell and seed the success of every policy and the critics'
+AUC against true credit. A row that is in this file already stays unless ROOT has the same cell and
+seed, so that a grid may be run in parts, on several machines.
+And docs/grid.svg: a panel for each world, success against the number of training tasks.
 """
 
 import itertools
