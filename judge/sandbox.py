@@ -108,20 +108,23 @@ def shared_judge(process: int, workers: int | None) -> Judge:
 
 
 def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False):
-    """Grade each solution against itself, twice in new processes.
+    """Run each solution twice, in new processes; the second time it has as long as an answer.
 
     Returns one row (task index, test name, reason) per test that nobody can pass, and which
     protections are active.
     """
     runs = []
-    for _ in range(2):  # two pools: addresses and clocks differ between them
+    for factor in (SOLUTION_FACTOR, 1):  # two pools: addresses and clocks differ between them
         with Judge(require_protection=require_protection) as judge:
-            list(judge.threads.map(lambda task: judge.run_solution(task, profile), tasks))
+            run = functools.partial(judge.run_solution, profile=profile, factor=factor)
+            list(judge.threads.map(run, tasks))
             runs.append([judge.expected[judge.key(task, profile)] for task in tasks])
     rows = []
     for index, (task, first, second) in enumerate(zip(tasks, *runs, strict=True)):
         for name, one, other in zip(task["test_cases"], first, second, strict=True):
-            if one != other:
+            if is_value(one) and other == "timed out":
+                rows.append((index, name, "the solution takes longer than an answer may"))
+            elif one != other:
                 rows.append((index, name, "not deterministic"))
             elif one == NOTHING:
                 rows.append((index, name, "the solution returns None"))
@@ -222,11 +225,10 @@ class Judge:
         content = json.dumps([task["ground_truth"], task["test_cases"], profile])
         return blake2b(content.encode(), digest_size=16).digest()
 
-    def run_solution(self, task: dict, profile: str) -> None:
+    def run_solution(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> None:
         """Run the solution and keep what came out of each test."""
         tests = list(task["test_cases"].values())
-        seconds = self.seconds * SOLUTION_FACTOR
-        outcomes = self.outcomes(task["ground_truth"], tests, profile, seconds)
+        outcomes = self.outcomes(task["ground_truth"], tests, profile, factor * self.seconds)
         self.expected[self.key(task, profile)] = outcomes
 
     def outcomes(self, code: str, tests: list[str], profile: str, seconds: float) -> list[str]:

@@ -603,6 +603,21 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
     assert status["limits"]
 
 
+def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
+    code = (
+        "import time\n"
+        "def f(n):\n"
+        "    while time.process_time() < n:\n"
+        "        pass\n"
+        "    return 1"
+    )
+    task = {"ground_truth": code, "test_cases": {"fast": "f(0)", "slow": "f(2)", "late": "f(99)"}}
+    assert check_solutions([task])[0] == [
+        (0, "slow", "the solution takes longer than an answer may"),
+        (0, "late", "the solution timed out"),
+    ]
+
+
 # -----------------------------------------------------------------------------
 # Many answers
 
