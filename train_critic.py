@@ -295,6 +295,9 @@ def main(args):
     # 1. pairs of episodes, by outcome
     episodes, failed = load_episodes(args.episodes, args.agent_prompt)
     refuse_page_flags(args, episodes)
+    reader = open_reader(args)
+    inputs = [*args.episodes, args.agent_prompt, *records(args.model)]
+    claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
     groups = group_by_task(episodes)
     train_tasks, held_out_tasks = split_tasks(groups, args.holdout, args.seed)
 
@@ -303,7 +306,6 @@ def main(args):
                 for task_id in task_ids]
 
     # 2. what the critic reads: the dialogues with the solution in front
-    reader = open_reader(args)
     items, counts = pair_items(reader, pairs_of(train_tasks), args.share)
     held_items, held_counts = pair_items(reader, pairs_of(held_out_tasks), args.share)
     if process.leads:
@@ -323,8 +325,6 @@ def main(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
                          f" episode, expected at least one{advice}")
     check_same_items(items + held_items, process)
-    inputs = [*args.episodes, args.agent_prompt, *records(args.model)]
-    claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
 
     if not is_complete(output, args.max_steps, process):
         # 3. the model. No step has been taken yet: now it is pi_ref
