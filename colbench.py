@@ -642,9 +642,14 @@ def load_episodes(paths, agent_prompt=None):
             task_id = episode["task"]["task_id"]
             episode["sample"] += offset[task_id]
             next_sample[task_id] = max(next_sample.get(task_id, 0), episode["sample"] + 1)
-            if episode.get("agent_prompt") is None:
-                episode["agent_prompt"] = prompt
         episodes += found
+    untold = [episode for episode in episodes if episode.get("agent_prompt") is None]
+    for episode in untold:
+        episode["agent_prompt"] = prompt
+    if agent_prompt and not untold:
+        raise SystemExit(f"{' '.join(map(str, paths))}: found that all episodes have the agent's"
+                         f" instructions, expected some that omit them because of --agent_prompt"
+                         f" {agent_prompt}; omit the flag, or collect with other instructions")
     one_domain([episode["task"] for episode in episodes])
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)

@@ -268,7 +268,7 @@ def method_items(args, reader, episodes, process):
         raise ValueError(f"found method {args.method!r}, expected one of {', '.join(IGNORED)}")
     items, report = dialogue_items(reader, episodes)
     if args.privileged_episodes:
-        informed, _ = load_episodes(args.privileged_episodes, args.agent_prompt)
+        informed, _ = load_episodes(args.privileged_episodes)
         more, counts = dialogue_items(reader._replace(privileged="ground_truth"), informed)
         items += more
         report["privileged_episodes"] = counts["episodes"]

@@ -413,6 +413,8 @@ def test_episodes_that_omit_their_instructions_get_those_of_the_agent_prompt_fla
         _, _, messages = next(states_of(episodes))
         default = agent_prompt_of(episodes[0]["task"], None)
         assert messages[0]["content"] == (expected[0] or default)
+    with pytest.raises(SystemExit, match="all episodes have the agent's instructions"):
+        load_episodes([trained / "episodes.jsonl"], tmp_path / "prompt.txt")
 
 
 # -----------------------------------------------------------------------------
