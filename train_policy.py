@@ -361,7 +361,7 @@ def sample_candidates(states, sampling, output, process):
         policy = load_speaker(sampling.speaker, "agent", sampling.settings)
 
         def sample_state(key, messages):
-            # "candidates": without it, one of them would repeat what the episode's own turn drew
+            # "candidates": without it, turn 1 would repeat the draws of turn 0, turn 3 of turn 1
             seed = derive_seed(sampling.seed, "candidates", *key)
             reply = yield from policy.reply(Request(messages, sampling.num_candidates, seed))
             return key, messages, reply

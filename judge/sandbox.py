@@ -75,6 +75,7 @@ BANNED = ("import os", "from os", "import sys", "from sys")
 BANNED += ("sudo", "transformers", "exit(", "quit(", "argparse")
 SOLUTION_FAILED = "solution failed"  # the reason of a test that the solution does not pass
 SOLUTION_FACTOR = 4  # a solution may take this many times as long as an answer
+TOO_SLOW = "the solution takes longer than an answer may"  # but a faster answer may pass
 REQUIRED = ("system calls", "files", "privileges", "limits")  # what --require_protection asks for
 SECOND_LINES = ("own user", "own network")  # not possible everywhere, and nothing depends on them
 TOLD = "COLBENCH_PROTECTIONS_TOLD"  # environment variable: the line on protections was printed
@@ -110,8 +111,8 @@ def shared_judge(process: int, workers: int | None) -> Judge:
 def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False):
     """Run each solution twice, in new processes; the second time it has as long as an answer.
 
-    Returns one row (task index, test name, reason) per test that nobody can pass, and which
-    protections are active.
+    Returns one row (task index, test name, reason) per test that nobody can pass, or that the
+    solution is too slow for, and which protections are active.
     """
     runs = []
     for factor in (SOLUTION_FACTOR, 1):  # two pools: addresses and clocks differ between them
@@ -123,7 +124,7 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     for index, (task, first, second) in enumerate(zip(tasks, *runs, strict=True)):
         for name, one, other in zip(task["test_cases"], first, second, strict=True):
             if is_value(one) and other == "timed out":
-                rows.append((index, name, "the solution takes longer than an answer may"))
+                rows.append((index, name, TOO_SLOW))
             elif one != other:
                 rows.append((index, name, "not deterministic"))
             elif one == NOTHING:

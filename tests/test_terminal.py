@@ -232,6 +232,14 @@ def test_skip_unsolvable_leaves_them_out_on_all_ranks_and_when_it_resumes(tasks,
         assert [row["task"]["problem_description"] for row in episodes] == ["double n"] * 2
 
 
+def test_skip_unsolvable_keeps_a_task_whose_solution_takes_longer_than_an_answer_may(tmp_path):
+    code = ("import time\ndef f(n):\n    while time.process_time() < n: sum(range(20000))\n"
+            "    return n")
+    slow = {"problem_description": "wait", "ground_truth": code, "test_cases": {"a": "f(2)"}}
+    play(write(tmp_path / "t.jsonl", [slow]), tmp_path / "e.jsonl", "--skip_unsolvable")
+    assert len(colbench.read_episodes(tmp_path / "e.jsonl")) == 1
+
+
 def test_evaluate_says_it_too_and_plays_what_is_left(tasks, tmp_path):
     done = run_script("evaluate.py", "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
                       "--skip_unsolvable", "--output", tmp_path)
