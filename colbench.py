@@ -601,10 +601,7 @@ def read_episodes(path, tasks=None):
 
     `tasks` holds those of earlier files, see `check_same_task`.
     """
-    unfinished = [file.name for file in ResumableJsonl.files(path) if file != Path(path)]
-    if unfinished:
-        raise SystemExit(f"{path}: found {unfinished[0]} beside it, so the run that plays these"
-                         " episodes has not finished, expected all of them; rerun its command")
+    ResumableJsonl.refuse_unfinished(path)
     tasks = {} if tasks is None else tasks
     episodes, seen, counts = [], set(), {}
     for where, row in read_jsonl(path):
@@ -857,10 +854,10 @@ class ResumableJsonl:
     """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
 
     `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
-    network file systems cannot append to one file from several machines, and so that a file which
-    is not finished can be told from one that is. The leader merges them: at the start those that a
-    killed run left, of whatever number of ranks, and at the end. Rows for which `keep(row)` is
-    false (failed ones) are dropped at the start, to be made again.
+    network file systems cannot append to one file from several machines. The leader merges them: at
+    the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
+    all that earlier runs left, of whatever number of ranks. Rows for which `keep(row)` is false
+    (failed ones) are dropped at the start, to be made again.
     """
 
     def __init__(self, path, key, process, keep=lambda row: True):
@@ -869,7 +866,7 @@ class ResumableJsonl:
         if process.leads:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             rows = [row for row in self._usable_rows() if keep(row)]
-            self._replace({key(row): row for row in rows}.values())
+            self._merge({key(row): row for row in rows}.values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
         self.rows = {key(row): row for row in self._usable_rows()}
         process.barrier()  # nobody appends before all have read
@@ -904,15 +901,25 @@ class ResumableJsonl:
                                  f" {len(order)} are missing), expected all; rerun the same command"
                                  " to make them")
             ordered = [rows[key] for key in order]
-            self._replace(ordered)
+            self._merge(ordered, self.path)
         self.process.barrier()
         return ordered
 
     @staticmethod
     def files(path):
         """The file, and those of the ranks that are not merged yet."""
-        parts = sorted(Path(path).parent.glob(f"{glob.escape(Path(path).name)}.rank*"))
-        return [file for file in (Path(path), *parts) if file.exists()]
+        path = Path(path)
+        parts = [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
+                 if re.fullmatch(r"\.rank\d+", file.name.removeprefix(path.name))]
+        return [file for file in (path, *parts) if file.exists()]
+
+    @staticmethod
+    def refuse_unfinished(path):
+        """Stop if the run that makes the file at `path` has not finished it."""
+        unfinished = [file.name for file in ResumableJsonl.files(path) if file != Path(path)]
+        if unfinished:
+            raise SystemExit(f"{path}: found {unfinished[0]} beside it, so the run that makes this"
+                             " file has not finished, expected all of its rows; rerun its command")
 
     @staticmethod
     def whole_rows(path):
@@ -934,12 +941,12 @@ class ResumableJsonl:
                 continue
             yield row
 
-    def _replace(self, rows):
-        """Make `rows` the file, and remove the parts that they came from."""
+    def _merge(self, rows, target):
+        """Write `rows` to `target`, and remove the other files, which they came from."""
         if rows or self.files(self.path):
-            write_jsonl(self.path, rows)
+            write_jsonl(target, rows)
         for file in self.files(self.path):
-            if file != self.path:
+            if file != target:
                 file.unlink()
 
 

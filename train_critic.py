@@ -641,7 +641,8 @@ class TrainingLoop:
             save = self.last < len(self.batches)  # cut: a larger --max_steps resumes it
         else:  # by the leader's clock: those of nodes differ
             minutes = (time.monotonic() - self.saved) / 60
-            save = self.process.from_leader(minutes >= self.settings.save_minutes)
+            save = self.process.from_leader(minutes >= self.settings.save_minutes,
+                                            self.process.group)
         if save:
             save_state(self.settings.output / "state", done, self.model, self.optimizer,
                        self.process)

@@ -454,6 +454,7 @@ def read_candidates(path):
 
     The second is how many states were too long for the critic, and so have no advantages.
     """
+    ResumableJsonl.refuse_unfinished(path)
     rows, seen, too_long = [], set(), 0
     for where, row in read_jsonl(path):
         if "advantages" in row and row["advantages"] is None:
@@ -540,7 +541,8 @@ def parse_args(argv=None):
     add("--temperature", type=float, default=1.0, help="of the candidates")
     add("--max_new_tokens", type=int, default=1024, help="of a candidate")
     add("--sampling_batch_size", type=int, default=64,
-        help="candidates sampled at the same time")
+        help="candidates sampled at the same time; with --sampler, give as many as the server"
+        " can take")
     add("--sampler", help="server that samples for the policy, http://host:port/v1 (default:"
         " --model here)")
     add("--sampler_model", help="model name to ask that server for")

@@ -244,12 +244,15 @@ class Judge:
             for _ in range(3):
                 try:
                     return self.run_all(worker, code, tests, profile, seconds)
-                except OSError:
+                except OSError as error:
+                    no_room = isinstance(error, TimeoutError)  # the worker could start no child
                     close_workers({worker})
                 self.workers.discard(worker)
                 worker = Worker()
                 self.workers.add(worker)
                 worker.ready()
+            if no_room:
+                raise SystemExit(NO_ROOM)
             return ["crashed"] * len(tests)
         finally:
             self.idle.put(worker)
@@ -391,6 +394,12 @@ def process_clocks(pid: int) -> tuple[float, float, float]:
     return user, total, wall
 
 
+NO_ROOM = (
+    "found a machine without room for another process, expected some for the judge; raise the"
+    " process limit (ulimit -u) or end other programs, then rerun the same command"
+)
+
+
 class Worker:
     """A worker process and its scratch folder.
 
@@ -418,16 +427,20 @@ class Worker:
         if sys.version_info >= (3, 11):
             flags.append("-P")  # this file's folder is not on sys.path
         script = os.path.abspath(__file__)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, *flags, script, "judge-worker", str(theirs.fileno())],
-                env=environment,
-                cwd=self.folder,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, *flags, script, "judge-worker", str(theirs.fileno())],
+                    env=environment,
+                    cwd=self.folder,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+        except BlockingIOError:
+            os.rmdir(self.folder)
+            raise SystemExit(NO_ROOM) from None
 
     def ready(self) -> dict[str, bool]:
         """Wait for the worker and return which protections are active in it."""

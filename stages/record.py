@@ -93,6 +93,7 @@ def hold_lock(path):
 
 
 def file_hash(path):
+    ResumableJsonl.refuse_unfinished(path)
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected an input of this command: a JSONL file,"
                          " or instructions as plain text")

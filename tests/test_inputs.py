@@ -369,6 +369,15 @@ def test_an_unfinished_rollout_is_no_input(tmp_path):
     assert read_episodes(episodes)
 
 
+def test_an_unfinished_ranking_is_no_input(tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    shutil.copy(episodes, tmp_path / "candidates.jsonl.rank1")
+    result = run_script(
+        "train_policy.py", "--method", "sweet", "--candidates", tmp_path / "candidates.jsonl",
+        "--episodes", episodes, "--model", tiny(), "--output", tmp_path / "policy", check=False)
+    assert result.returncode == 1 and "found candidates.jsonl.rank1 beside it" in result.stderr
+
+
 @pytest.mark.parametrize("folder", ["file/critic", "file"])
 def test_an_output_that_cannot_be_a_directory_is_said_to_be_none(tiny, tmp_path, folder):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
@@ -565,7 +574,7 @@ class Follower(Process):
 
     SEEN_BY_LEADER = Path("shared/state")
 
-    def from_leader(self, value):
+    def from_leader(self, value, group=None):
         return self.SEEN_BY_LEADER
 
     def barrier(self):

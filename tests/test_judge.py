@@ -471,7 +471,7 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
 def test_an_answer_waits_for_a_machine_that_has_no_room_for_a_process():
     with Judge(1) as alone:
         if os.getuid() == 0 and not alone.status["own user"]:
-            pytest.skip("root may have any number of processes")
+            pytest.skip("root may have any number of processes, and here the judge is root")
         (worker,) = alone.workers
         soft, hard = resource.prlimit(worker.process.pid, resource.RLIMIT_NPROC)
         resource.prlimit(worker.process.pid, resource.RLIMIT_NPROC, (0, hard))
@@ -482,6 +482,25 @@ def test_an_answer_waits_for_a_machine_that_has_no_room_for_a_process():
             resource.prlimit(worker.process.pid, resource.RLIMIT_NPROC, (soft, hard))
             assert grade.result().success
         assert alone.workers == {worker}  # it was not replaced
+
+
+def test_a_machine_that_has_no_room_for_a_process_for_long_ends_the_run_and_fails_no_answer(
+        monkeypatch):
+    with Judge(1) as alone:
+        def no_child(*arguments):
+            raise TimeoutError  # what the worker's silence becomes after CONTROL_SECONDS
+
+        def no_worker(*arguments, **options):
+            raise BlockingIOError  # EAGAIN of fork
+
+        with monkeypatch.context() as patch:
+            patch.setattr("judge.sandbox.Worker.run", no_child)
+            with pytest.raises(SystemExit, match="found a machine without room.*rerun"):
+                alone.grade(DOUBLE, DOUBLE["ground_truth"])
+            patch.setattr("judge.sandbox.subprocess.Popen", no_worker)
+            with pytest.raises(SystemExit, match="found a machine without room.*rerun"):
+                alone.grade(DOUBLE, DOUBLE["ground_truth"])
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
 
 
 @needs_proc

@@ -239,26 +239,32 @@ def test_a_resumed_run_reads_its_references_and_other_items_are_scored_anew(tmp_
 HANGING = f"""
 import os, sys, time
 sys.path[0] = {str(ROOT)!r}
-import train_policy
+import train_critic, train_policy
 from stages import processes
-from train_critic import TrainingLoop
 
 processes.STEP_MINUTES = 0.05
-optimise = TrainingLoop.optimise
+holder, name = eval("HOLDER"), "NAME"
+original = getattr(holder, name)
 
 def hanging(*arguments):
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "RANK_THAT_HANGS":
         time.sleep(60)
-    return optimise(*arguments)
+    return original(*arguments)
 
-TrainingLoop.optimise = hanging
+setattr(holder, name, hanging)
 train_policy.launch(train_policy.main, train_policy.parse_args())
 """
 
 
-def test_a_rank_that_hangs_within_a_step_ends_the_run_with_a_sentence(tiny, tmp_path):
+@pytest.mark.parametrize("holder, name, rank", [
+    ("train_critic.TrainingLoop", "optimise", "1"),
+    ("train_critic.MetricsLog", "write", "0"),  # only the leader's disk can keep it waiting here
+])
+def test_a_rank_that_hangs_within_a_step_ends_the_run_with_a_sentence(
+        tiny, tmp_path, holder, name, rank):
     script = tmp_path / "train_policy.py"
-    script.write_text(HANGING)
+    script.write_text(HANGING.replace("HOLDER", holder).replace("NAME", name)
+                      .replace("RANK_THAT_HANGS", rank))
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     began = time.monotonic()
     done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,

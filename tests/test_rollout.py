@@ -519,6 +519,10 @@ def store(path):
     return ResumableJsonl(path, lambda row: row["key"], ALONE, lambda row: not row.get("error"))
 
 
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
 def line(key, **more):
     return json.dumps({"key": key} | more) + "\n"
 
@@ -532,12 +536,38 @@ def test_the_files_of_a_killed_run_of_three_ranks_are_taken_over(tmp_path):
     (tmp_path / "rows.jsonl.run.json").write_text("{}")
     found = store(path)
     assert sorted(found.rows) == [0, 3, 4, 6, 8]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rows.jsonl", "rows.jsonl.run.json"]
+    assert names(tmp_path) == ["rows.jsonl.rank0", "rows.jsonl.run.json"]
     for key in (1, 2, 5, 7):
         found.append({"key": key})
     assert [row["key"] for row in found.finish(range(9))] == list(range(9))
     assert path.read_text() == "".join(line(key) for key in range(9))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rows.jsonl", "rows.jsonl.run.json"]
+    assert names(tmp_path) == ["rows.jsonl", "rows.jsonl.run.json"]
+
+
+def test_a_file_exists_only_when_it_is_finished_however_often_its_run_was_killed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    store(path).append({"key": 0})
+    for _ in range(2):  # killed at once, again and again
+        assert store(path).rows == {0: {"key": 0}}
+        assert names(tmp_path) == ["rows.jsonl.rank0"]
+        with pytest.raises(SystemExit, match="found rows.jsonl.rank0 beside it.*rerun"):
+            store(path).refuse_unfinished(path)
+    store(path).finish([0])
+    assert names(tmp_path) == ["rows.jsonl"]
+    store(path).append({"key": 1})  # a rerun that is to make more rows
+    assert names(tmp_path) == ["rows.jsonl.rank0"]
+    assert [row["key"] for row in store(path).finish([0, 1])] == [0, 1]
+
+
+def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for name in ("rows.jsonl.ranked", "rows.jsonl.rank0.bak"):
+        (tmp_path / name).write_text(line(7))
+    rows = store(path)
+    rows.append({"key": 0})
+    assert [row["key"] for row in rows.finish([0])] == [0]
+    assert names(tmp_path) == ["rows.jsonl", "rows.jsonl.rank0.bak", "rows.jsonl.ranked"]
+    rows.refuse_unfinished(path)
 
 
 def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
