@@ -663,13 +663,14 @@ def test_a_wrong_key_when_a_run_grows_leaves_what_was_finished_before(impatient,
 
     with running(toy_answer(tasks)) as human:
         run(human, 4)
-        before = episodes.read_text().splitlines()
+        before = list(ResumableJsonl.whole_rows(episodes))
         human.RequestHandlerClass, human.status, human.answers = Unknown, 401, 0
         with pytest.raises(SystemExit, match="answers no request .*HTTP 401"):
             run(human, 12)
-    after = episodes.read_text().splitlines()
+    after = list(ResumableJsonl.whole_rows(episodes))
     assert len(before) == 4 and after[:4] == before
-    assert all(json.loads(line)["error"] for line in after[4:])
+    assert all(row["error"] for row in after[4:])
+    assert not episodes.exists()  # it is not finished
 
 
 def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impatient, tmp_path):
