@@ -105,7 +105,7 @@ def lacks_answer(episode):
     # only tests give such reasons; the official episodes have none
     if episode["reasons"] and "test_cases" in episode["task"]:
         return "no answer" in episode["reasons"].values()
-    last = episode["dialogue_history"][-1]
+    last = episode["dialogue_history"][1::2][-1]  # of the agent
     text = last.get("output") or last["content"]
     _, _, answer = text.partition(ANSWER_MARKER)
     return not answer.strip() and not episode["success"]
@@ -181,6 +181,12 @@ def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
     return filled(prompt, {"max_turns": str(max_turns)})
 
 
+def prompt_of_episode(episode):
+    """The instructions that the agent had; official episodes omit them."""
+    max_turns = episode.get("max_turns") or MAX_TURNS
+    return agent_prompt_of(episode["task"], episode.get("agent_prompt"), max_turns)
+
+
 def custom_prompt(episodes):
     """The agent's instructions that all episodes share, unless they are the domain's own.
 
@@ -206,14 +212,12 @@ def read_prompt(path):
                          " text") from None
 
 
-def agent_messages(task, history, prompt):
+def agent_messages(history, prompt):
     """What the agent sees: its instructions and the dialogue, with its own turns as it wrote them.
 
-    Nothing else of the task enters here: no hidden information, no solution.
+    The task does not enter here: no hidden information, no solution.
     """
     system = [{"role": "system", "content": prompt}] if prompt else []
-    if not history:
-        return system + [{"role": "user", "content": task["problem_description"]}]
     return system + [{"role": message["role"],
                       "content": (message.get("output") or message["content"]).strip()}
                      for message in history]
@@ -222,11 +226,10 @@ def agent_messages(task, history, prompt):
 def states_of(episodes):
     """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
     for episode in episodes:
-        task, history = episode["task"], episode["dialogue_history"]
-        prompt = agent_prompt_of(task, episode.get("agent_prompt"))
+        history, prompt = episode["dialogue_history"], prompt_of_episode(episode)
         for index, message in enumerate(history):
             if message["role"] == "assistant":
-                yield episode, index // 2, agent_messages(task, history[:index], prompt)
+                yield episode, index // 2, agent_messages(history[:index], prompt)
 
 
 def first_request(messages):
@@ -446,8 +449,7 @@ class Domain(typing.NamedTuple):
 def complete_backend(task, where):
     """Backend tasks need tests, calls whose values are compared with the solution's."""
     cases = expect(task, "test_cases", dict, where)
-    # Arrow conversions of the official files join the keys of all rows and fill the gaps with None
-    task["test_cases"] = {name: call for name, call in cases.items() if call is not None}
+    task["test_cases"] = without_nulls(cases)
     if not task["test_cases"]:
         raise SystemExit(f"{where}: found no test in 'test_cases', expected at least one call"
                          " expression")
@@ -500,6 +502,7 @@ def complete_task(row, where="task"):
     Official rows have neither `task_id` nor `domain`: tests make a backend task, a page a frontend
     one.
     """
+    row = without_nulls(row)
     description = expect(row, "problem_description", str, where)
     solution = expect(row, "ground_truth", str, where)
     if not solution.strip():
@@ -548,6 +551,7 @@ def read_tasks(spec, num_tasks=None):
 
 def complete_episode(row, where="episode"):
     """An episode with every field filled in; the official trajectory file's rows become one too."""
+    row = without_nulls(row)
     task = complete_task(expect(row, "task", dict, where), f"{where}, task")
     history = expect(row, "dialogue_history", list, where)
     check_history(history, where)
@@ -608,7 +612,7 @@ def read_episodes(path, tasks=None):
         episode = complete_episode(row, where)
         check_same_task(tasks, episode["task"], where)
         task_id = episode["task"]["task_id"]
-        if "sample" not in row:  # official rows: the task list k times, one copy after the other
+        if row.get("sample") is None:  # official: the task list k times, one copy after the other
             counts[task_id] = counts.get(task_id, -1) + 1
             episode["sample"] = counts[task_id]
         key = (task_id, episode["sample"])
@@ -640,10 +644,10 @@ def load_episodes(paths, agent_prompt=None):
             episode["sample"] += offset[task_id]
             next_sample[task_id] = max(next_sample.get(task_id, 0), episode["sample"] + 1)
         episodes += found
-    untold = [episode for episode in episodes if episode.get("agent_prompt") is None]
-    for episode in untold:
+    without_prompt = [episode for episode in episodes if episode.get("agent_prompt") is None]
+    for episode in without_prompt:
         episode["agent_prompt"] = prompt
-    if agent_prompt and not untold:
+    if agent_prompt and not without_prompt:
         raise SystemExit(f"{' '.join(map(str, paths))}: found that all episodes have the agent's"
                          f" instructions, expected some that omit them because of --agent_prompt"
                          f" {agent_prompt}; omit the flag, or collect with other instructions")
@@ -817,6 +821,11 @@ def read_jsonl(path):
             if not isinstance(row, dict):
                 raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
             yield where, row
+
+
+def without_nulls(row):
+    """The fields that a row has: Arrow conversions fill those that it lacks with None."""
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def expect(row, key, kind, where, optional=False):

@@ -38,8 +38,9 @@ from colbench import (
 from judge.sandbox import ANSWER_MARKER, TOO_SLOW
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
-from speakers.names import check_spec, is_server
-from stages.flags import add_dtype_flag, flag_parser, refuse_flag, require_at_least
+from speakers.names import check_spec, is_scripted, is_server
+from stages.flags import (
+    add_dtype_flag, flag_parser, refuse_flag, refuse_ignored, require_at_least)
 from stages.processes import join_processes, launch
 from stages.record import claim_output, records
 
@@ -78,7 +79,7 @@ def play(task, sample, parties, on_turn):
                        key=key)
 
     while True:
-        view = agent_messages(task, history, rules.agent_prompt)
+        view = agent_messages(history, rules.agent_prompt)
         spoken = yield from agent.reply(request(view))
         if isinstance(spoken, SpeakerError):
             error = f"agent: {spoken}"
@@ -314,7 +315,7 @@ def main(args):
     process = join_processes()
     tasks = rollout_tasks(args, process)
     settings = rollout_settings(args, tasks, process)
-    claim_rollout(args.output, vars(args), process)
+    claim_rollout(args.output, vars(args), process, COST_FLAGS)
     jobs = all_jobs(tasks, args.samples_per_task)
     episodes = collect_episodes(jobs, settings, args.output, process)
     if not process.leads:
@@ -331,8 +332,11 @@ def main(args):
                          " the first failure above")
 
 
-def claim_rollout(output, flags, process):
-    """claim_output for episodes; how many are played at once, and their later use, may differ."""
+COST_FLAGS = ("batch_size",)  # they do not change what is played
+
+
+def claim_rollout(output, flags, process, cost_flags):
+    """claim_output for episodes."""
     record = Path(f"{output}.run.json")
     if Path(output).exists() and not record.is_file():
         raise SystemExit(f"{output}: found a file that these scripts did not write here (its"
@@ -341,8 +345,7 @@ def claim_rollout(output, flags, process):
     tasks = flags["tasks"] if Path(flags["tasks"]).is_file() else None
     inputs = [tasks, flags["agent_prompt"], flags["human_prompt"]]
     inputs += records(flags["agent"], flags["human"], flags.get("critic"))
-    claim_output(record, flags, inputs, process, ("batch_size", "best_of_n", "against", "report",
-                                                  "metrics", "draws", "leak_threshold"))
+    claim_output(record, flags, inputs, process, cost_flags)
 
 
 # -----------------------------------------------------------------------------
@@ -398,13 +401,14 @@ def add_rollout_flags(parser):
     return names
 
 
-def check_rollout_flags(args):
+def check_rollout_flags(parser, args):
     for name in ("tasks", "agent"):
         if not getattr(args, name):
             raise SystemExit(f"found no --{name}; expected one (see --help)")
     require_at_least(1, args, "num_tasks", "max_new_tokens", "human_max_new_tokens", "max_turns",
                      "reply_chars", "batch_size")
     require_at_least(0, args, "temperature", "human_temperature", "seed")
+    refuse_ignored_words(parser, args, args.human or "scripted")
 
 
 def rollout_tasks(args, process):
@@ -465,7 +469,6 @@ def rollout_settings(args, tasks, process):
     human_prompt = read_prompt(args.human_prompt)
     if human_prompt is not None and not args.uninformed_human:
         check_human_prompt(args.human_prompt, human_prompt, tasks[0])
-    refuse_ignored_words(args, human_spec)
     if not args.human and not all("toy" in task for task in tasks):
         raise SystemExit("found no --human, which these tasks need; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
@@ -489,13 +492,18 @@ def rollout_settings(args, tasks, process):
         notes={"agent": args.agent, "human": human_spec})
 
 
-def refuse_ignored_words(args, human_spec):
-    """A model's name where no server is asked for it, and a prompt that no model reads."""
+def refuse_ignored_words(parser, args, human_spec):
+    """Names of models that no server is asked for, and what scripted parties never read."""
     for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
-        if getattr(args, name) is not None and not is_server(spec):
-            refuse_flag(args, name, f"because {spec} is not the address of a server")
-    if args.human_prompt is not None and human_spec.partition(":")[0] == "scripted":
-        refuse_flag(args, "human_prompt", "by a scripted human")
+        if not is_server(spec):
+            refuse_ignored(parser, args, [name], f"because {spec} is not the address of a server")
+    if is_scripted(args.agent):
+        refuse_ignored(parser, args, ["temperature", "max_new_tokens"], "by a scripted agent")
+    if is_scripted(human_spec):
+        refuse_ignored(parser, args, ["human_prompt", "human_temperature", "human_max_new_tokens"],
+                       "by a scripted human")
+    if args.human_prompt is None:
+        refuse_ignored(parser, args, ["uninformed_human"], "without --human_prompt")
 
 
 def refuse_other_domains(args, domain):
@@ -522,7 +530,7 @@ def parse_args(argv=None):
     group.add_argument("--samples_per_task", type=int, default=3, help="episodes of each task")
     group.add_argument("--output", required=True, help="EPISODES.jsonl")
     args = parser.parse_args(argv)
-    check_rollout_flags(args)
+    check_rollout_flags(parser, args)
     require_at_least(1, args, "samples_per_task")
     return args
 

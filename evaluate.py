@@ -44,7 +44,7 @@ import numpy
 from colbench import (
     check_same_task, lacks_answer, read_episodes, without_thoughts, write_atomically)
 from collect import (
-    add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes,
+    COST_FLAGS, add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes,
     rollout_settings, rollout_tasks)
 from judge.sandbox import SOLUTION_FAILED
 from report.page import (
@@ -90,7 +90,7 @@ def read_policies(specs):
     policies = defaultdict(list)
     for spec in specs:
         name, path = split_name(spec)
-        if name in policies and path == spec:  # nobody has said that these are one policy
+        if name in policies and path == spec:  # without NAME=, two files are no seeds
             raise SystemExit(f"{path}: found a second file named {name!r}, expected NAME=FILE; give"
                              " both one NAME if they are seeds of a policy, or else two")
         policies[name].append(read_episodes(path))
@@ -336,6 +336,9 @@ def load_scorer(args, device):
     return GraderModel(args.critic.removeprefix(GRADER), settings)
 
 
+LATER_USE = ("best_of_n", "against", "report", "metrics", "draws", "leak_threshold")
+
+
 def rollout_path(args, name):
     return Path(args.output) / f"{name}.jsonl"
 
@@ -362,7 +365,7 @@ def roll_out(args, theirs, process):
         del flags["critic"], flags["critic_model"]
     names = rollout_names(args)
     for name in names:
-        claim_rollout(rollout_path(args, name), flags, process)
+        claim_rollout(rollout_path(args, name), flags, process, (*COST_FLAGS, *LATER_USE))
     scorer = load_scorer(args, process.device) if args.best_of_n else None
     policies = {}
     for name, count in names.items():
@@ -536,7 +539,7 @@ def check_flags(parser, args, rollout_flags):
                          " --tasks and --agent to play, or --metrics and --report to watch a"
                          " training run")
     else:
-        check_rollout_flags(args)
+        check_rollout_flags(parser, args)
         if is_server(args.agent) and not args.agent_model and not args.name:
             raise SystemExit(f"found --agent {args.agent} without --name, expected a name for the"
                              " policy in tables and files")

@@ -12,7 +12,7 @@ How it works:
 
 Reads: episodes (collect.py, or the official file). Writes: a checkpoint directory with run.json and
 metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the training loop and
-reports come after it. Packing, sharding and checkpoints have a room of their own, training/.
+reports come after it. Packing, sharding and checkpoints are in training/.
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
 To change the loss: `critic_loss`; the advantage: `advantage` and NORMALISERS; the pairs:
@@ -43,8 +43,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from colbench import (
-    ANSWER_MARKER, agent_messages, agent_prompt_of, critic_messages, custom_prompt, derive_seed,
-    encode_dialogue, end_of_turn, first_request, group_by_task, load_episodes, read_jsonl,
+    ANSWER_MARKER, agent_messages, critic_messages, custom_prompt, derive_seed, encode_dialogue,
+    end_of_turn, first_request, group_by_task, load_episodes, prompt_of_episode, read_jsonl,
     states_of, write_atomically)
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, default_device, load_model, load_tokenizer
@@ -141,7 +141,8 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0, success_reward=SUCCESS
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        chosen = [] if best["success"] is False else [best]
+        failed = best["success"] is False  # a page has None: its best is always chosen
+        chosen = [] if failed else [best]
         rejected = group
     elif rule == "success_vs_failure":
         chosen = [episode for episode in group if succeeded(episode, success_reward)]
@@ -203,11 +204,10 @@ class Reader(typing.NamedTuple):
 
 
 def dialogue_row(reader, episode):
-    """(row, turns dropped) of an episode as the critic reads it; (None, dropped) if too long."""
+    """(row, turns dropped) of an episode as the reader sees it; (None, dropped) if too long."""
     task, history = episode["task"], episode["dialogue_history"]
     agent_turns = [index for index, m in enumerate(history) if m["role"] == "assistant"]
-    prompt = agent_prompt_of(task, episode.get("agent_prompt"))
-    view = agent_messages(task, history[:agent_turns[-1] + 1], prompt)
+    view = agent_messages(history[:agent_turns[-1] + 1], prompt_of_episode(episode))
     messages = critic_messages(task, view, reader.privileged)
     finished = [history[index].get("finished") is not False for index in agent_turns]
     opening = reader.sight.opening_reader(task, view) if reader.sight else None
@@ -320,6 +320,8 @@ def main(args):
         advice = advice or "; collect more episodes per task"
         if args.pairs != "all":
             advice += ", or try --pairs all"
+        if args.margin:
+            advice += f", or lower --margin {args.margin}"
         if held_items:
             advice = f"; lower --holdout: all {held_counts['pairs']} pairs are of held-out tasks"
         raise SystemExit(f"{' '.join(args.episodes)}: found no task with a better and a worse"
@@ -476,8 +478,10 @@ def load_critic(args, reader, process):
     elif args.head == "value":
         model = load_trainable(args, process, "AutoModelForTokenClassification", num_labels=1)
         model.dropout.p = 0.0  # ranks would draw different masks than one process
-    else:
+    elif args.head == "logratio":
         model = load_trainable(args, process)
+    else:
+        raise ValueError(f"found head {args.head!r}, expected 'logratio' or 'value'")
     shard(model, process, shard_settings(args))
     return model
 
@@ -811,16 +815,18 @@ class Critic:
         self.reader = Reader(tokenizer, flags["privileged"], flags["max_length"], sight)
         if self.head == "value":
             self.model, self.reference_model = load_model(path, device, kind, dtype).eval(), None
-            self.model.score = exact(self.model.score)
+            self.model.score = fp32_head(self.model.score)
             return
-        self.reference_model = load_model(flags["model"], device, dtype=dtype).eval()
+        # pi_ref as training had it: full training starts from merged weights, LoRA does not
+        self.reference_model = load_model(flags["model"], device, dtype=dtype,
+                                          merged=not flags["lora_rank"]).eval()
         self.reference_model.set_output_embeddings(
-            exact(self.reference_model.get_output_embeddings()))
+            fp32_head(self.reference_model.get_output_embeddings()))
         if flags["lora_rank"]:  # one model: without its matrices, the critic is its reference
             self.model = load_matrices(self.reference_model, path)
         else:
             self.model = load_model(path, device, dtype=dtype).eval()
-            self.model.set_output_embeddings(exact(self.model.get_output_embeddings()))
+            self.model.set_output_embeddings(fp32_head(self.model.get_output_embeddings()))
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text; equal texts are scored once. None if the state is too long."""
@@ -846,19 +852,25 @@ class Critic:
             return [None] * (len(episode["dialogue_history"]) // 2)
         return [None] * dropped + self._advantages([row], [row])
 
-    @torch.no_grad()
     def _advantages(self, rows, reference_rows):
         """One advantage for each turn of `rows`: candidates of one turn each, or one dialogue."""
+        values = self._computed(rows, reference_rows).flatten().tolist()
+        if not all(map(math.isfinite, values)):
+            raise SystemExit(f"found advantages that are no finite numbers ({values[:4]} ...),"
+                             " expected a critic whose weights fit --dtype; try --dtype float32")
+        return values
+
+    @torch.no_grad()
+    def _computed(self, rows, reference_rows):
         if self.head == "value":
-            values, _ = turn_values(self.model, rows, packs_at_once=1)
-            return values.flatten().tolist()
+            return turn_values(self.model, rows, packs_at_once=1)[0]
         sums, counts = turn_sums(self.model, rows, packs_at_once=1)
         with matrices_off(self.reference_model):
             reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
         # a candidate has no trajectory around it, so `trajectory` becomes the turn's own mean;
         # turns of a dialogue are scored alike, so that both can be compared
         normalise = "turn" if self.normalise == "trajectory" else self.normalise
-        return advantage(sums, reference, counts, normalise).flatten().tolist()
+        return advantage(sums, reference, counts, normalise)
 
 
 def critic_flags(path):
@@ -882,7 +894,7 @@ def critic_flags(path):
     return flags
 
 
-def exact(head):
+def fp32_head(head):
     """An output layer that computes in fp32: some advantages are as small as bf16's rounding."""
     if head.weight.dtype == torch.float32:
         return head
@@ -918,8 +930,8 @@ def holdout_metrics(model, items, settings, process, micro_batch_size):
     advantages = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(of_turns, dtype=torch.float64) for of_turns, _ in scored], batch_first=True)
     totals = advantages.sum(1)
-    if settings.head == "value":  # a mean over turns, as in its loss
-        totals /= torch.tensor([row.turns for row in rows])
+    if settings.head == "value":  # a mean over the turns that exist, as in its loss
+        totals /= torch.tensor([max(1, sum(exists)) for _, exists in scored])
     metrics = {"holdout/accuracy": accuracy(totals[chosen] - totals[rejected]).mean().item(),
                "holdout/pairs": len(chosen)}
     if settings.head == "logratio":
@@ -986,15 +998,16 @@ COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing_every", 
               "save_minutes", "stop_after")
 
 
-def add_training_flags(parser, epochs, epochs_help="passes over the data"):
-    """The flags that both trainers share."""
+def add_training_flags(parser, epochs, batch_size):
+    """The flags that both trainers share. Without a number, the method decides on a default."""
     add = parser.add_argument_group("data").add_argument
     add("--episodes", nargs="+", required=True,
         help="episode files of collect.py, or official ones")
     add("--model", required=True, help="model to start from; also the frozen reference")
     add("--output", required=True, help="checkpoint directory to write")
     add("--max_length", type=int, default=8192,
-        help="tokens of a dialogue; longer ones lose their oldest turns")
+        help="tokens of a dialogue; longer ones lose their oldest turns, and are omitted if the"
+        " last turn does not fit")
     add("--agent_prompt", help="file with the agent's instructions for episodes that omit them,"
         " such as the official ones (default: ours)")
     add = parser.add_argument_group("pairs of episodes").add_argument
@@ -1009,15 +1022,20 @@ def add_training_flags(parser, epochs, epochs_help="passes over the data"):
         " start from one state (or task) are one item of a batch")
     # the defaults are the paper's Table 5
     add = parser.add_argument_group("algorithm").add_argument
-    add("--beta", type=float, default=0.1, help="beta of Eq. (2) and Eq. (4)")
-    add("--nll", type=float, default=0.01, help="weight of the likelihood of the chosen side")
+    add("--beta", type=float, default=0.1, help="beta of Eq. (2); of Eq. (4) in DPO")
+    add("--nll", type=float, default=0.01,
+        help="weight of the negative log-likelihood of the chosen side")
     group = parser.add_argument_group("optimisation")
     add = group.add_argument
     add("--lr", type=float, default=2e-7, help="peak learning rate")
-    add("--epochs", type=int, default=epochs, help=epochs_help)
+    add("--epochs", type=int, default=epochs,
+        help="passes over the data" + ("" if epochs else " (default: 4; --method sweet: 1)"))
     add("--max_steps", type=int, help="stop after this many steps; a larger one resumes the run")
-    add("--batch_size", type=int, default=8, help="items per step over all processes")
-    add("--micro_batch_size", type=int, default=1, help="items per forward and backward")
+    add("--batch_size", type=int, default=batch_size,
+        help="pairs per step over all processes; with --share state, states or tasks; supervised,"
+        " dialogues" + ("" if batch_size else " (default: 8; --method rft: 32)"))
+    add("--micro_batch_size", type=int, default=1,
+        help="how many of these per forward and backward")
     add("--warmup", type=float, default=0.03, help="share of the steps that warm up")
     add("--max_norm", type=float, default=1.0, help="gradient clipping")
     add_dtype_flag(group)
@@ -1067,7 +1085,7 @@ def refuse_page_flags(args, episodes):
 
 def parse_args(argv=None):
     parser = flag_parser(__doc__)
-    add_training_flags(parser, epochs=4)
+    add_training_flags(parser, epochs=4, batch_size=8)
     add = parser.add_argument_group("critic").add_argument
     add("--privileged", choices=("ground_truth", "none"), default="ground_truth",
         help="what the critic sees besides the dialogue")

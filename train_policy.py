@@ -356,6 +356,10 @@ def sample_candidates(states, sampling, output, process):
         key = (episode["task"]["task_id"], episode["sample"], turn)
         if key not in store.rows:
             mine.append((key, messages))
+        elif store.rows[key]["messages"] != messages:
+            raise SystemExit(f"{store.path}: found other messages before turn {turn} of task"
+                             f" {key[0]}, sample {key[1]} than in --episodes, expected candidates"
+                             " of these episodes; give the file that belongs to them")
     failed = None
     if mine:
         policy = load_speaker(sampling.speaker, "agent", sampling.settings)
@@ -388,10 +392,18 @@ def sample_candidates(states, sampling, output, process):
                 failed = reply
                 continue
             store.append(row)
+        if policy.given_up and not policy.has_answered:
+            store.discard({key for key, _ in mine})  # they must not block a corrected --sampler
     if failed:
         raise SystemExit(f"sampling candidates failed: {failed}; rerun the same command to resume")
     store.finish(keys)
-    return [row for _, row in read_jsonl(store.path) if not row.get("error")]
+    rows = [row for _, row in read_jsonl(store.path)]
+    sampled = [row for row in rows if not row.get("error")]
+    if not sampled:
+        raise SystemExit(f"{store.path}: found that the server refuses all {len(rows)} states"
+                         f" ({rows[0]['error']}), expected candidates of at least one; start it"
+                         " with a longer context, or remove the file and give another --sampler")
+    return sampled
 
 
 def add_advantages(rows, tasks, open_critic, output, process):
@@ -401,7 +413,7 @@ def add_advantages(rows, tasks, open_critic, output, process):
             if candidate_key(row) not in store.rows]
     if mine:
         critic = open_critic()
-    for row in tqdm(mine, unit="state", desc="scoring", **process.bar):
+    for row in tqdm(mine, unit="state", desc="ranking", **process.bar):
         advantages = critic.advantages(tasks[row["task_id"]], row["messages"], row["candidates"],
                                        row["finished"])
         store.append(row | {"advantages": advantages})
@@ -414,6 +426,13 @@ def check_critic(args):
     if flags["head"] == "value" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that has a value head, which needs"
                          " no reference model; omit --reference")
+    if flags["head"] == "value" and args.pairing == "positive_vs_negative":
+        raise SystemExit("found --pairing positive_vs_negative with a critic that has a value head,"
+                         " whose zero means even odds of success; expected a critic of log-ratios,"
+                         " or another --pairing")
+    if flags["privileged"] == "none" and args.reference == "plain":
+        raise SystemExit("found --reference plain with a critic that does not see the solution"
+                         " either, so it changes nothing; omit --reference")
 
 
 def open_tokenizer(args, episodes):
@@ -525,7 +544,7 @@ IGNORED = {  # flags that would do nothing
 def parse_args(argv=None):
     parser = flag_parser(__doc__)
     parser.add_argument("--method", choices=tuple(IGNORED), required=True, help="see above")
-    add_training_flags(parser, None, "passes over the data (default: 4; --method sweet: 1)")
+    add_training_flags(parser, epochs=None, batch_size=None)
     add = parser.add_argument_group("DPO (sweet, mtdpo)").add_argument
     add("--loss", choices=tuple(LOSSES), default="sigmoid", help="of a pair (paper: sigmoid)")
     add = parser.add_argument_group("candidates (sweet)").add_argument
@@ -562,11 +581,16 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.epochs is None:
         args.epochs = 1 if args.method == "sweet" else 4
+    if args.batch_size is None:
+        args.batch_size = 32 if args.method == "rft" else 8
     check_training_flags(parser, args)
     check_method_flags(parser, args)
-    require_at_least(1, args, "num_candidates", "pairs_per_state", "max_new_tokens",
-                     "sampling_batch_size", "states_per_task")
-    require_at_least(0, args, "temperature")
+    require_at_least(1, args, "pairs_per_state", "max_new_tokens", "sampling_batch_size",
+                     "states_per_task")
+    require_at_least(2, args, "num_candidates")  # a pair
+    if not 0 < args.temperature < math.inf:
+        raise SystemExit(f"found --temperature {args.temperature}, expected a number above 0, or"
+                         " all candidates of a state would be equal")
     if not 0 < args.data_fraction <= 1:
         raise SystemExit(f"found --data_fraction {args.data_fraction}, expected more than 0 and at"
                          " most 1")

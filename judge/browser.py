@@ -272,6 +272,13 @@ class Browser:
             raise PageError(
                 f"page of {len(html)} characters, at most {MAX_PAGE_CHARACTERS} are rendered"
             )
+        try:
+            return self._draw_in_time(html)
+        except PageError:
+            # it may be the machine's fault: no memory for Chromium, or no core for some seconds
+            return self._draw_in_time(html)
+
+    def _draw_in_time(self, html):
         if self.devtools is None or self.pages_left == 0:
             self._start()
         self.pages_left -= 1

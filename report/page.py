@@ -527,7 +527,7 @@ def true_credits(episode):
 def add_screenshots(episodes, browser):
     @functools.cache  # many episodes share a solution page
     def draw(html):
-        return thumbnail(browser.picture(html))
+        return thumbnail(browser.picture(html)) if html else None
 
     for episode in episodes:
         pages = {

@@ -2,12 +2,13 @@
 # Backend Programming on one 24 GB GPU, from download to report: a 0.5B policy, trained as a whole;
 # with LORA=1 a 7B policy, trained by matrices of rank 16. 1,000 training tasks three times.
 #   . .venv/bin/activate
-#   hf download facebook/collaborative_agent_bench --repo-type dataset --local-dir data
+#   hf download facebook/collaborative_agent_bench --repo-type dataset --include "backend_tasks/*" \
+#     --local-dir data
 #   vllm serve Qwen/Qwen2.5-7B-Instruct-AWQ --gpu-memory-utilization 0.4 --max-model-len 8192 \
 #     --generation-config vllm
 #     (in an environment of its own, beside the 0.5B policy. The 7B policy needs the whole card: then
 #     the human is elsewhere, at HUMAN_URL, a second card or an API)
-# Estimated (docs/measured.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 8 GB
+# Estimated (docs/scaling.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 8 GB
 # of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
 # The learning rates are starts that nobody has tried: watch train/margin rise.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.

@@ -11,7 +11,7 @@
 #     OUT=/shared/backend_8b GLOO_SOCKET_IFNAME=eth0 RUN="torchrun --nnodes 2 --nproc_per_node 8 \
 #     --rdzv_backend c10d --rdzv_endpoint node0:29500" runs/backend_8b.sh
 # These hours are estimated, and so are 130 GB of GPU memory in all for weights and their training
-# (docs/measured.md has the arithmetic). Disk: 300 GB under OUT, which all nodes share.
+# (docs/scaling.md has the arithmetic). Disk: 300 GB under OUT, which all nodes share.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
 set -euo pipefail
 cd "$(dirname "$0")/.."

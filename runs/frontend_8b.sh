@@ -8,7 +8,7 @@
 # HuggingFaceM4/WebSight, v0.2.
 #
 # RUN, NODE, OUT, GLOO_SOCKET_IFNAME for one H200, eight GPUs, two nodes: as runs/backend_8b.sh has
-# them. Estimated (docs/measured.md): 8 to 10 hours on eight GPUs, disk as there.
+# them. Estimated (docs/scaling.md): 8 to 10 hours on eight GPUs, disk as there.
 # SHORT=1 is a smoke run on the CPU: the embedded pages, toy/base_frontend as agent and critic.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -19,9 +19,9 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with the scripted human"
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
-export COLBENCH_PROTECTIONS_TOLD=1 # the judge has said once what this machine cannot protect
+export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 
-# what the paper compares SWEET-RL with, on one core; what is said of each policy goes to a file
+# what the paper compares SWEET-RL with, on one core; each policy's summary goes to a file
 baselines() {
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/rft" "${RFT[@]}"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/mtdpo" "${MTDPO[@]}"

@@ -323,8 +323,12 @@ def compute_dtype(device, dtype=None):
     return "float32" if str(device) == "cpu" else "bfloat16"
 
 
-def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, **options):
-    """A transformers model, from safetensors only; what cannot be opened is named."""
+def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, merged=False,
+               **options):
+    """A transformers model, from safetensors only; what cannot be opened is named.
+
+    In bf16, the matrices of a LoRA checkpoint are beside its weights, unless `merged` is true.
+    """
     import safetensors
 
     check_checkpoint(path)
@@ -337,7 +341,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
-    apart = dtype == "bfloat16" and has_matrices(path)
+    apart = dtype == "bfloat16" and has_matrices(path) and not merged
     try:
         model, report = model_class.from_pretrained(
             path, dtype="float32" if apart else dtype, use_safetensors=True,

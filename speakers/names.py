@@ -12,9 +12,14 @@ def is_server(spec):
     return spec.startswith(("http://", "https://"))
 
 
+def is_scripted(spec):
+    """Whether this names a party of the embedded world, which needs no model."""
+    return spec.partition(":")[0] == "scripted"
+
+
 def check_spec(spec):
     """Refuse what can be no speaker: a mistyped address, a directory that is not there."""
-    if spec.partition(":")[0] == "scripted":
+    if is_scripted(spec):
         return
     if is_server(spec):
         if REQUEST_PATH.search(spec):

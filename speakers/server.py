@@ -125,9 +125,7 @@ class ServerSpeaker(Speaker):
                 choices = choices_of(self._ask("/chat/completions", body, self.timeout))
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason, refused = str(error), error.refused
-                if refused:
-                    self.failures_in_a_row = 0  # the server is alive, only this request is wrong
-                elif isinstance(error, WrongAddress) and not self.has_answered:
+                if isinstance(error, WrongAddress) and not self.has_answered:
                     self._give_up(reason)  # no other request would fare better
                 break
             except Unavailable as error:
@@ -144,7 +142,10 @@ class ServerSpeaker(Speaker):
             elif attempt < self.retries - 1:
                 back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
                 time.sleep(asked_pause + back_off)
-        self.failures_in_a_row += 1
+        if refused and self.has_answered:
+            self.failures_in_a_row = 0  # the server is alive, only this request is wrong
+        else:
+            self.failures_in_a_row += 1
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             self._give_up(reason)
         raise SpeakerError(f"{self.url}: {reason}", refused)

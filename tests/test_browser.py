@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -106,6 +107,22 @@ def test_a_program_that_is_no_chromium_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setenv("CHROMIUM", shutil.which("true"))
     with pytest.raises(SystemExit, match="does not start"):
         Browser().render(PAGE)
+
+
+@needs_chromium
+def test_a_chromium_that_the_machine_kills_draws_the_page_again(monkeypatch):
+    draw = Browser._draw
+    with Browser() as browser:
+        picture = browser.render(PAGE)
+
+        def killed_once(self, html):
+            monkeypatch.setattr(Browser, "_draw", draw)
+            os.kill(self.process.pid, signal.SIGKILL)
+            return draw(self, html)
+
+        monkeypatch.setattr(Browser, "_draw", killed_once)
+        assert browser.render(PAGE) == picture
+        assert browser.starts == 2
 
 
 @needs_chromium

@@ -832,12 +832,19 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
     assert together == pytest.approx(single, abs=1e-5) and len(single) == 3
 
 
+def test_an_advantage_that_is_no_finite_number_ends_the_run_with_a_sentence(trained, monkeypatch):
+    critic = Critic(str(trained[0] / "critic"), "cpu")
+    monkeypatch.setattr(critic, "_computed", lambda *_: torch.tensor([[0.5], [math.nan]]))
+    with pytest.raises(SystemExit, match="no finite numbers .*nan.*--dtype float32"):
+        critic.advantages(episode("t", 1.0)["task"], dialogue("t"), ["a", "b"], [True, True])
+
+
 def test_the_critics_logits_are_exact_where_its_model_is_not():
     exact = tiny_model(byte_tokenizer(), tied=True)
     ids = torch.arange(40)[None]
     rounded = copy.deepcopy(exact).to(torch.bfloat16)
     errors = [(rounded(ids).logits.float() - exact(ids).logits).abs().mean().item()]
-    rounded.set_output_embeddings(train_critic.exact(rounded.get_output_embeddings()))
+    rounded.set_output_embeddings(train_critic.fp32_head(rounded.get_output_embeddings()))
     errors.append((rounded(ids).logits - exact(ids).logits).abs().mean().item())
     assert rounded(ids).logits.dtype == torch.float32 and errors[1] < errors[0]
     assert rounded.get_input_embeddings().weight.dtype == torch.bfloat16
@@ -847,5 +854,5 @@ def test_a_value_head_tells_close_candidates_apart_where_its_model_is_rounded():
     rounded = value_model(byte_tokenizer()).eval().to(torch.bfloat16)
     ids = torch.arange(200)[None]
     distinct = rounded(ids).logits.unique().numel()
-    rounded.score = train_critic.exact(rounded.score)
+    rounded.score = train_critic.fp32_head(rounded.score)
     assert rounded(ids).logits.unique().numel() > distinct

@@ -148,7 +148,7 @@ def test_real_rows_load_and_survive_a_round_trip(real_data, tmp_path):
 
 def test_no_privileged_byte_reaches_the_agent_and_the_critic_sees_it():
     task = complete_task(TASK | {"hidden_information": "HIDDEN"})
-    view = agent_messages(task, DIALOGUE, "prompt")
+    view = agent_messages(DIALOGUE, "prompt")
     assert "SECRET" not in json.dumps(view) and "HIDDEN" not in json.dumps(view)
     privileged = critic_messages(task, view)
     assert "SECRET" in privileged[1]["content"]

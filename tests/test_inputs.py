@@ -22,6 +22,7 @@ from conftest import (
     dialogue,
     episode,
     run_script,
+    tiny_model,
     write_episodes,
 )
 
@@ -30,6 +31,7 @@ import evaluate
 import train_critic
 import train_policy
 from colbench import (
+    complete_task,
     encode_dialogue,
     encode_prompt,
     group_by_task,
@@ -46,6 +48,7 @@ from stages.processes import Process
 from stages.record import claim_output, records
 from train_critic import Reader
 from training import checkpoints
+from training.ranks import load_trainable
 
 TOKENIZER = byte_tokenizer()
 PROCESS = Process(0, 1, "cpu")
@@ -224,6 +227,20 @@ def test_a_value_of_another_type_is_refused(tmp_path, change, named):
         read_episodes(path)
 
 
+def test_a_field_that_is_null_is_a_field_that_is_missing(tmp_path):
+    path, row = tmp_path / "episodes.jsonl", episode("t", 1.0)
+    for key in ("sample", "turns", "leak", "reasons"):
+        row[key] = None
+    for key in ("domain", "hidden_information"):
+        row["task"][key] = None
+    path.write_text(json.dumps(row) + "\n")
+    read, = read_episodes(path)
+    assert (read["sample"], read["turns"], read["task"]["domain"]) == (0, 2, "backend")
+    page = {"problem_description": "A page.", "ground_truth": "<html></html>",
+            "domain": None, "test_cases": None}
+    assert complete_task(page)["domain"] == "frontend"
+
+
 def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):
     path, row = tmp_path / "episodes.jsonl", episode("t", 1.0) | {"turns": 77}
     row["dialogue_history"][1]["finished"] = None
@@ -236,6 +253,24 @@ def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(SystemExit, match="'finished' of type str"):
         read_episodes(path)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+     "original_max_position_embeddings": 512},
+])
+def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_length(rope, tmp_path):
+    tokenizer = byte_tokenizer()
+    model = tiny_model(tokenizer)
+    model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    limit = rope.get("original_max_position_embeddings", 4096)
+    argv = ["--episodes", "e", "--model", str(tmp_path), "--output", "o", "--max_length"]
+    load_trainable(train_critic.parse_args([*argv, str(limit)]), PROCESS)
+    with pytest.raises(SystemExit, match=f"type {rope['rope_type']}.*at most --max_length {limit}"):
+        load_trainable(train_critic.parse_args([*argv, str(limit + 1)]), PROCESS)
 
 
 # -----------------------------------------------------------------------------
@@ -318,14 +353,13 @@ def test_a_reward_that_counts_as_success_is_refused_for_functions(script, flags,
 
 @pytest.mark.parametrize("flags", [
     "--agent scripted --agent_model m", "--agent scripted --human_model m",
-    "--agent scripted --human_prompt {}/prompt.txt"])
-def test_words_for_a_server_or_a_model_are_refused_where_there_is_none(tmp_path, flags):
-    (tmp_path / "prompt.txt").write_text("You want {hidden_information}")
-    args = collect.parse_args(["--tasks", "toy:backend:train", "--num_tasks", "1", "--output",
-                               f"{tmp_path}/e.jsonl", *flags.format(tmp_path).split()])
-    with pytest.raises(SystemExit, match=f"found {flags.split()[-2]} .* ignored .*expected"):
-        collect.main(args)
-    assert not (tmp_path / "e.jsonl.run.json").exists()
+    "--agent scripted --human_prompt prompt.txt", "--agent scripted --human_temperature 1",
+    "--agent scripted --temperature 0.5", "--agent scripted --max_new_tokens 9",
+    "--agent toy/base --human http://h/v1 --uninformed_human"])
+def test_what_a_server_or_a_model_would_read_is_refused_where_there_is_none(flags):
+    flag = re.findall(r"--\w+", flags)[-1]
+    with pytest.raises(SystemExit, match=f"found {flag}.* ignored .*expected"):
+        collect.parse_args(["--tasks", "toy:backend:train", "--output", "e.jsonl", *flags.split()])
 
 
 @pytest.mark.parametrize("script, flag, meant", [
@@ -675,11 +709,11 @@ def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
     prompt.write_text("Ask.")
     args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted",
                                "--agent_prompt", str(prompt), "--output", str(output)])
-    collect.claim_rollout(output, vars(args), PROCESS)
+    collect.claim_rollout(output, vars(args), PROCESS, collect.COST_FLAGS)
     output.write_text(json.dumps(episode("t", 1.0)) + "\n")
     prompt.write_text("Answer.")
     with pytest.raises(SystemExit, match="differs in .*prompt.txt"):
-        collect.claim_rollout(output, vars(args), PROCESS)
+        collect.claim_rollout(output, vars(args), PROCESS, collect.COST_FLAGS)
 
 
 @pytest.mark.parametrize("script", ["collect.py", "evaluate.py"])

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import byte_tokenizer, metrics, run_script, tiny_model, weights, write_episodes
+from conftest import (
+    byte_tokenizer, episode, metrics, run_script, tiny_model, weights, write_episodes)
 from safetensors.torch import load_file
 from test_ranks import figures
 from torch import nn
@@ -178,6 +180,23 @@ def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(ti
     assert error_of(merged) > 0.3 and error_of(apart) < 0.02
     with matrices_off(apart):  # they belong to the checkpoint
         assert error_of(apart) < 0.02
+
+
+def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_path):
+    """Full training after LoRA starts from merged weights, and so does its reference model."""
+    tokenizer = byte_tokenizer()
+    learnt = with_matrices(tiny_model(tokenizer))
+    process = Process(0, 1, "cpu")
+    checkpoints.save_checkpoint(tmp_path / "lora", learnt, tokenizer, None, process)
+    shutil.copytree(tmp_path / "lora", tmp_path / "critic")
+    (tmp_path / "critic" / MATRICES).unlink()
+    flags = {"head": "logratio", "normalise": "turn", "privileged": "ground_truth",
+             "max_length": 600, "model": str(tmp_path / "lora"), "lora_rank": 0}
+    (tmp_path / "critic/run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
+    critic = Critic(str(tmp_path / "critic"), "cpu", dtype="bfloat16")
+    task = episode("t", 1.0)["task"]
+    found = critic.advantages(task, [{"role": "user", "content": "t"}], ["a", "be"], [True] * 2)
+    assert found == [0.0, 0.0]
 
 
 def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(

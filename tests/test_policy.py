@@ -308,7 +308,24 @@ def test_a_plain_reference_is_refused_with_a_value_head_which_has_no_reference(t
         else:
             with pytest.raises(SystemExit, match="--reference plain.*value head"):
                 check_critic(args)
+            args = parsed("sweet", "--critic", str(tmp_path / "critic"),
+                          "--pairing", "positive_vs_negative")
+            with pytest.raises(SystemExit, match="positive_vs_negative.*value head.*even odds"):
+                check_critic(args)
         check_critic(parsed("sweet", "--critic", str(tmp_path / "critic")))
+
+
+@pytest.mark.parametrize("flag, value", [("--num_candidates", "1"), ("--temperature", "0")])
+def test_candidates_of_which_none_could_make_a_pair_are_refused(flag, value):
+    with pytest.raises(SystemExit, match=f"found {flag} {value}"):
+        parsed("sweet", "--critic", "x", flag, value)
+
+
+def test_defaults_are_those_of_table_5():
+    args = [parsed(method, *SOURCES[method]) for method in ("sweet", "mtdpo", "rft")]
+    assert [method.batch_size for method in args] == [8, 8, 32]
+    assert [method.epochs for method in args] == [1, 4, 4]
+    assert all(method.lr == 2e-7 for method in args)
 
 
 # -----------------------------------------------------------------------------
@@ -486,10 +503,18 @@ def test_a_run_that_stops_after_sampling_is_continued_by_the_command_without_tha
     assert left == ["candidates.sampled.jsonl", "run.json"]
     copied = tmp_path / "copied/candidates.sampled.jsonl"  # as for another critic
     copied.parent.mkdir()
+    (tmp_path / "of_others").mkdir()
     shutil.copy(tmp_path / "out/candidates.sampled.jsonl", copied)
     refused = run_script("train_policy.py", *sweet(trained, tiny(), copied.parent,
                                                    "--num_candidates", 3), check=False)
     assert f"{copied}: found 6 candidates of a state, expected --num_cand" in refused.stderr
+    other = [row | {"messages": [{"role": "user", "content": "other"}]}
+             for _, row in read_jsonl(tmp_path / "out/candidates.sampled.jsonl")]
+    write_jsonl(tmp_path / "of_others/candidates.sampled.jsonl", other)
+    refused = run_script("train_policy.py", *sweet(trained, tiny(), tmp_path / "of_others"),
+                         check=False)
+    assert "of_others/candidates.sampled.jsonl: found other messages before turn 0 of task" \
+        in refused.stderr
     run_script("train_policy.py", *command)
     assert same_weights(trained / "sweet", tmp_path / "out")
 

@@ -29,7 +29,7 @@ import train_policy
 from colbench import ResumableJsonl, derive_seed, read_tasks, without_thoughts
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
-from speakers.server import ServerSpeaker
+from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker
 from stages.processes import Process
 from toy.world import SCRIPTED
 
@@ -264,14 +264,17 @@ def test_every_fault_is_survived_and_changes_no_text(impatient, fault):
 
 
 class Refusing(Handler):
-    """Finds every request wrong, and counts them."""
+    """Finds every request wrong after `answered` others, and counts them."""
 
-    calls, status = 0, 400
+    calls, status, answered = 0, 400, 1
 
     def do_POST(self):
-        self.body()
         with self.server.lock:
             Refusing.calls += 1
+        if Refusing.calls <= Refusing.answered:
+            super().do_POST()
+            return
+        self.body()
         self.reply(Refusing.status, b"too long")
 
 
@@ -283,12 +286,26 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
     with running(echo) as server:
         server.RequestHandlerClass = Refusing
         speaker = load_speaker(server.url)
+        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0][0], Utterance)
         for _ in range(2):
             errors = speaker.speak(CONVERSATIONS)
             for error in errors:
                 assert isinstance(error, SpeakerError) and error.refused
                 assert f"HTTP {status}: too long" in str(error)
-    assert Refusing.calls == 80
+    assert Refusing.calls == 81
+
+
+def test_a_server_that_has_refused_all_of_many_requests_is_given_up(monkeypatch):
+    monkeypatch.setattr(Refusing, "calls", 0)
+    monkeypatch.setattr(Refusing, "answered", 0)
+    with running(echo) as server:
+        server.RequestHandlerClass = Refusing
+        speaker = load_speaker(server.url)
+        for conversation in CONVERSATIONS:
+            assert isinstance(speaker.speak([conversation])[0], SpeakerError)
+        with pytest.raises(SystemExit, match="a server that answers no request .*HTTP 400"):
+            collect.stop_if_given_up(speaker)
+    assert Refusing.calls == MAX_FAILURES_IN_A_ROW < len(CONVERSATIONS)
 
 
 class Short(Handler):
@@ -316,6 +333,24 @@ def test_a_state_that_a_server_refuses_gets_no_candidates_and_the_rest_is_kept(t
     assert capsys.readouterr().out.count("too long") == 2
     # the server is gone, as after --stop_after sampling: a refused state is not asked for again
     assert train_policy.sample_candidates(states, sampling, tmp_path, process) == rows
+
+
+def test_a_sampler_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
+        monkeypatch, tmp_path):
+    monkeypatch.setattr(Refusing, "answered", 0)
+    process = Process(0, 1, "cpu")
+    episode, messages = {"task": {"task_id": "t"}, "sample": 0}, [{"role": "user", "content": "x"}]
+    few, many = ([(episode, turn, messages) for turn in range(count)] for count in (3, 60))
+    with running(echo) as server:
+        sampling = train_policy.Sampling(server.url, SpeakerSettings(), num_candidates=2, seed=0)
+        server.RequestHandlerClass = Refusing
+        with pytest.raises(SystemExit, match="refuses all 3 states .*HTTP 400: too long"):
+            train_policy.sample_candidates(few, sampling, tmp_path / "few", process)
+        with pytest.raises(SystemExit, match="given up: .*HTTP 400: too long"):
+            train_policy.sample_candidates(many, sampling, tmp_path / "many", process)
+        server.RequestHandlerClass = Handler
+        rows = train_policy.sample_candidates(many, sampling, tmp_path / "many", process)
+    assert len(rows) == 60
 
 
 def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):

@@ -62,7 +62,7 @@ def continue_dialogue(task, agent, history, seed=0, human=backend_human):
     while True:
         turn = len(history) // 2
         draw = random.Random(derive_seed(seed, task["task_id"], turn))
-        text = agent(task, agent_messages(task, history, ""), draw)
+        text = agent(task, agent_messages(history, ""), draw)
         content, answer = split_message(task, text, turn == MAX_TURNS - 1)
         history.append(assistant(content))
         if answer is not None:
@@ -414,14 +414,17 @@ def test_at_the_last_turn_that_was_allowed_the_auc_takes_every_message_for_an_an
 # The base policy
 
 
+def first_messages(task, max_turns):
+    """What the agent sees before its first turn."""
+    return agent_messages([user(task["problem_description"])],
+                          agent_prompt_of(task, None, max_turns))
+
+
 def test_the_base_policy_speaks_the_language_of_the_world():
     settings = SpeakerSettings(max_new_tokens=128, device="cpu")
     speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
     tasks = read_tasks("toy:backend:valid", 60)
-    prompts = [agent_prompt_of(task, None) for task in tasks]
-    spoken = speaker.speak([agent_messages(task, [], prompt)
-                            for task, prompt in zip(tasks, prompts, strict=True)],
-                           seeds=range(60))
+    spoken = speaker.speak([first_messages(task, MAX_TURNS) for task in tasks], seeds=range(60))
     texts = [utterances[0].text for utterances in spoken]
     understood = [toy_asked(text) is not None or ANSWER_MARKER in text for text in texts]
     assert sum(understood) >= 58
@@ -432,6 +435,5 @@ def test_the_base_policy_answers_where_its_prompt_allows_one_message():
     settings = SpeakerSettings(max_new_tokens=128, device="cpu")
     speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
     tasks = read_tasks("toy:backend:valid", 60)
-    spoken = speaker.speak([agent_messages(task, [], agent_prompt_of(task, None, max_turns=1))
-                            for task in tasks], seeds=range(60))
+    spoken = speaker.speak([first_messages(task, 1) for task in tasks], seeds=range(60))
     assert sum(ANSWER_MARKER in utterances[0].text for utterances in spoken) >= 58

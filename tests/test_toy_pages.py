@@ -172,6 +172,8 @@ def test_the_base_policy_writes_pages_of_the_grammar():
     speaker = load_speaker(str(ROOT / "toy/base_frontend"), settings=settings)
     tasks = read_tasks("toy:frontend:valid", 30)
     prompt = agent_prompt_of(tasks[0], None)
-    spoken = speaker.speak([agent_messages(task, [], prompt) for task in tasks], seeds=range(30))
+    views = [agent_messages([{"role": "user", "content": task["problem_description"]}], prompt)
+             for task in tasks]
+    spoken = speaker.speak(views, seeds=range(30))
     choices = [choice_of(extract_html(utterances[0].text)) for utterances in spoken]
     assert sum(None not in choice.values() for choice in choices) >= 27

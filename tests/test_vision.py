@@ -240,7 +240,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
     view = critic_messages(
-        task, agent_messages(task, plain, "Draw."), picture=sight.draw(task["ground_truth"]))
+        task, agent_messages(plain, "Draw."), picture=sight.draw(task["ground_truth"]))
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
