@@ -251,8 +251,8 @@ def main(args):
 def method_items(args, reader, episodes, process):
     """The items of --method, and counts to print."""
     if args.method == "sweet":
-        ranked, too_long = read_candidates(args.candidates
-                                           or rank_candidates(args, episodes, process))
+        path = rank_candidates(args, episodes, process) if args.critic else args.candidates
+        ranked, too_long = read_candidates(path)
         settings = PairSettings(args.pairing, args.pairs_per_state, args.share, args.seed)
         items, report = candidate_items(reader, ranked, settings)
         return items, report | {"states_too_long": too_long}
@@ -277,12 +277,15 @@ def method_items(args, reader, episodes, process):
 
 def rank_candidates(args, episodes, process):
     """The file of ranked candidates: sample the policy in every state, then ask the critic."""
-    # candidates a ~ pi(. | o_t) of each state
-    rows = sample_states(args, episodes, process)
-
-    # A(o_t, a, c) of each: `Critic.advantages` puts c in front and applies Eq. (3) to that one turn
     tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
 
+    # candidates a ~ pi(. | o_t) of each state
+    if args.candidates:
+        rows = candidates_to_rank(args.candidates, tasks)
+    else:
+        rows = sample_states(args, episodes, process)
+
+    # A(o_t, a, c) of each: `Critic.advantages` puts c in front and applies Eq. (3) to that one turn
     def open_critic():
         return Critic(args.critic, process.device, args.reference, args.dtype)
 
@@ -473,23 +476,50 @@ def read_candidates(path):
 
     The second is how many states were too long for the critic, and so have no advantages.
     """
-    ResumableJsonl.refuse_unfinished(path)
-    rows, seen, too_long = [], set(), 0
-    for where, row in read_jsonl(path):
+    rows, too_long = [], 0
+    for where, row in states_in(path):
         if "advantages" in row and row["advantages"] is None:
             too_long += 1
             continue
         check_candidates(row, where)
-        if candidate_key(row) in seen:
-            raise SystemExit(f"{where}: found the state {candidate_key(row)} a second time,"
-                             " expected it once")
-        seen.add(candidate_key(row))
         rows.append(row)
     if not rows:
         raise SystemExit(f"{path}: found no ranked state and {too_long} that are too long for the"
                          " critic, expected a ranked one; if there are such, train the critic with"
                          " a greater --max_length")
     return rows, too_long
+
+
+def candidates_to_rank(path, tasks):
+    """The rows of a file of candidates, sampled or ranked by another critic, checked."""
+    rows = []
+    for where, row in states_in(path):
+        if row.get("error"):  # the server refused this state
+            continue
+        texts = row.get("candidates")
+        unranked = [0.0] * len(texts) if isinstance(texts, list) else None
+        check_candidates(row | {"advantages": unranked}, where)
+        if row["task_id"] not in tasks:
+            raise SystemExit(f"{where}: found the task {row['task_id']!r}, which --episodes do not"
+                             " have, expected candidates of these episodes; give both of one run")
+        rows.append(row)
+    if not rows:
+        raise SystemExit(f"{path}: found no candidates, expected those of at least one state")
+    return rows
+
+
+def states_in(path):
+    """(where, row) of each line of a file of candidates; the same state twice is an error."""
+    ResumableJsonl.refuse_unfinished(path)
+    seen = set()
+    for where, row in read_jsonl(path):
+        for key, kind in (("task_id", str), ("sample", int), ("turn", int)):
+            expect(row, key, kind, where)
+        if candidate_key(row) in seen:
+            raise SystemExit(f"{where}: found the state {candidate_key(row)} a second time,"
+                             " expected it once")
+        seen.add(candidate_key(row))
+        yield where, row
 
 
 def check_candidates(row, where):
@@ -501,8 +531,6 @@ def check_candidates(row, where):
         raise SystemExit(f"{where}: found lists of lengths {lengths}, expected messages, and as"
                          " many candidates as finished flags and advantages; make the file with"
                          " train_policy.py --method sweet")
-    for key, kind in (("task_id", str), ("sample", int), ("turn", int)):
-        expect(row, key, kind, where)
     sound = (all(type(a) in (int, float) and math.isfinite(a) for a in row["advantages"])
              and all(isinstance(text, str) for text in row["candidates"])
              and all(type(finished) is bool for finished in row["finished"]))
@@ -529,9 +557,8 @@ def is_prompt(messages):
 # Command line
 
 SAMPLING_FLAGS = ("data_fraction", "states", "states_per_task", "num_candidates", "temperature",
-                  "max_new_tokens", "sampling_batch_size", "sampler", "sampler_model", "reference",
-                  "stop_after")
-SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, "pairs_per_state", "pairing")
+                  "max_new_tokens", "sampling_batch_size", "sampler", "sampler_model", "stop_after")
+SWEET_FLAGS = ("critic", "candidates", *SAMPLING_FLAGS, "reference", "pairs_per_state", "pairing")
 IGNORED = {  # flags that would do nothing
     "sweet": ("pairs", "margin", "privileged_episodes"),
     "mtdpo": (*SWEET_FLAGS, "privileged_episodes"),
@@ -549,7 +576,8 @@ def parse_args(argv=None):
     add("--loss", choices=tuple(LOSSES), default="sigmoid", help="of a pair (paper: sigmoid)")
     add = parser.add_argument_group("candidates (sweet)").add_argument
     add("--critic", help="checkpoint directory of train_critic.py")
-    add("--candidates", help="ranked candidates of an earlier run: no sampling, no scoring")
+    add("--candidates", help="candidates.jsonl of an earlier run: nothing is sampled, and nothing"
+        " ranked either unless --critic is given, too")
     add("--data_fraction", type=float, default=0.1,
         help="share of the tasks whose turns are states")
     add("--states", choices=("all", "successes"), default="all",
@@ -600,14 +628,14 @@ def parse_args(argv=None):
 def check_method_flags(parser, args):
     refuse_ignored(parser, args, IGNORED[args.method], f"by --method {args.method}")
     if args.method == "sweet":
-        if bool(args.critic) == bool(args.candidates):
-            found = "both --critic and" if args.critic else "neither --critic nor"
-            raise SystemExit(f"--method sweet: found {found} --candidates, expected one: a critic"
-                             " that ranks what is sampled, or candidates that are ranked already"
-                             " (to rank the same candidates by another critic, copy their"
-                             " candidates.sampled.jsonl into the new --output)")
+        if not args.critic and not args.candidates:
+            raise SystemExit("--method sweet: found neither --critic nor --candidates, expected a"
+                             " critic that ranks what is sampled, or candidates that are ranked"
+                             " already")
         if args.candidates:
             refuse_ignored(parser, args, SAMPLING_FLAGS, "with --candidates")
+        if not args.critic:
+            refuse_ignored(parser, args, ("reference",), "without --critic")
         if not args.sampler:
             refuse_ignored(parser, args, ("sampler_model",), "without --sampler")
         elif not is_server(args.sampler):

@@ -87,6 +87,13 @@ class PageError(Exception):
     """A page that could not be rendered; the text is the reason."""
 
 
+class Crash(PageError):
+    """Chromium has ended: through the page, or through a machine without memory for it.
+
+    So the page gets a second attempt.
+    """
+
+
 def find_chromium():
     """The path of Chromium: the environment variable CHROMIUM, else a known name on PATH."""
     names = CHROMIUM_NAMES
@@ -207,7 +214,7 @@ class DevTools:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise PageError("the browser crashed") from error
+                raise Crash("the browser crashed") from error
             unsent = unsent[written:]
         return command_id
 
@@ -217,7 +224,7 @@ class DevTools:
             self._wait_until_ready([self.process.stdout], [])
             data = os.read(self.process.stdout.fileno(), 1 << 20)
             if not data:
-                raise PageError("the browser crashed")
+                raise Crash("the browser crashed")
             self._received += data
         text, _, self._received = self._received.partition(b"\0")
         message = json.loads(text)
@@ -274,8 +281,7 @@ class Browser:
             )
         try:
             return self._draw_in_time(html)
-        except PageError:
-            # it may be the machine's fault: no memory for Chromium, or no core for some seconds
+        except Crash:
             return self._draw_in_time(html)
 
     def _draw_in_time(self, html):
@@ -360,7 +366,7 @@ class Browser:
             address = parameters["request"]["url"]
             self._answer_request(parameters["requestId"], address, parameters["resourceType"])
         elif method == "Inspector.targetCrashed":
-            raise PageError("the page crashed")
+            raise Crash("the page crashed")
         elif method == "Page.frameNavigated":
             self.arrived = self.arrived or parameters["frame"]["url"] == self.address
         elif method == "Page.loadEventFired":

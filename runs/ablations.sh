@@ -10,10 +10,8 @@ OUT=${OUT:-runs/out/toy$SUFFIX}
 
 ablation() { # NAME CRITIC_FLAGS...
   critic "$BASE" "$OUT/$1/critic" --episodes "$OUT/episodes.jsonl" "${@:2}"
-  mkdir -p "$OUT/$1/policy" # the same candidates, ranked by another critic
-  cp "$OUT/sweet/candidates.sampled.jsonl" "$OUT/$1/policy"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" "${SAMPLING[@]}" \
-    "${PAIRING[@]}" --critic "$OUT/$1/critic"
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$1/policy" "${SWEET[@]}" "${PAIRING[@]}" \
+    --candidates "$OUT/sweet/candidates.jsonl" --critic "$OUT/$1/critic" # ranked by another critic
   play "$1" "$OUT/$1/policy" "$OUT/test/$1"
 }
 ablation sweet_no_privileged "${CRITIC_LOSS[@]}" --privileged none

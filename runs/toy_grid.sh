@@ -19,10 +19,8 @@ cell() { # TOPICS PRIOR TASKS SEED
   collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/rft" "${RFT[@]}"
   policy "$OUT/episodes.jsonl" "$BASE" "$OUT/mtdpo" "${MTDPO[@]}"
-  sweet ground_truth sweet
-  mkdir -p "$OUT/sweet_no_privileged" # the same candidates, ranked by another critic
-  cp "$OUT/sweet/candidates.sampled.jsonl" "$OUT/sweet_no_privileged"
-  sweet none sweet_no_privileged
+  sweet ground_truth sweet "${SAMPLING[@]}"
+  sweet none sweet_no_privileged --candidates "$OUT/sweet/candidates.jsonl"
   play base "$BASE" "$OUT/test"
   for name in rft mtdpo sweet sweet_no_privileged; do
     play "$name" "$OUT/$name" "$OUT/test"
@@ -30,10 +28,10 @@ cell() { # TOPICS PRIOR TASKS SEED
   # the table needs what is left: the test episodes and the critics' metrics
   rm -rf "$OUT"/{episodes.jsonl,rft,mtdpo,sweet,sweet_no_privileged} "$OUT"/*.critic/*.safetensors
 }
-sweet() { # PRIVILEGED NAME
+sweet() { # PRIVILEGED NAME FLAGS...: of the candidates
   critic "$BASE" "$OUT/$2.critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}" \
     --privileged "$1"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$2" "${SWEET[@]}" "${SAMPLING[@]}" "${PAIRING[@]}" \
+  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$2" "${SWEET[@]}" "${PAIRING[@]}" "${@:3}" \
     --critic "$OUT/$2.critic"
 }
 if [ $# = 4 ]; then

@@ -323,7 +323,7 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
     (train_policy, "--method rft --num_candidates 4"),
     (train_policy, "--method rft --pairing random"),
     (train_policy, "--method rft --beta 3"),
-    (train_policy, "--method sweet --critic c --candidates r"),
+    (train_policy, "--method sweet --candidates r --reference plain"),
     (train_policy, "--method sweet --critic c --pairs all"),
     (train_policy, "--method sweet --candidates r --temperature 0.2"),
     (train_critic, "--head value --normalise none"),

@@ -262,9 +262,16 @@ def test_a_flag_that_the_method_ignores_is_refused_by_name(method, flag):
 
 
 @pytest.mark.parametrize("flag", SAMPLING_FLAGS)
-def test_ranked_candidates_are_not_sampled_so_flags_of_sampling_are_refused(flag):
-    with pytest.raises(SystemExit, match=f"--{flag} .*ignored with --candidates"):
-        parsed("sweet", "--candidates", "x", f"--{flag}", NON_DEFAULT[flag])
+def test_candidates_of_a_file_are_not_sampled_so_flags_of_sampling_are_refused(flag):
+    for critic in ((), ("--critic", "x")):
+        with pytest.raises(SystemExit, match=f"--{flag} .*ignored with --candidates"):
+            parsed("sweet", "--candidates", "x", *critic, f"--{flag}", NON_DEFAULT[flag])
+
+
+def test_ranked_candidates_are_not_ranked_so_a_reference_of_the_ranking_is_refused():
+    parsed("sweet", "--candidates", "x", "--critic", "x", "--reference", "plain")
+    with pytest.raises(SystemExit, match="--reference plain.*ignored without --critic"):
+        parsed("sweet", "--candidates", "x", "--reference", "plain")
 
 
 def test_a_sampler_is_a_server():
@@ -517,6 +524,32 @@ def test_a_run_that_stops_after_sampling_is_continued_by_the_command_without_tha
         in refused.stderr
     run_script("train_policy.py", *command)
     assert same_weights(trained / "sweet", tmp_path / "out")
+
+
+def test_candidates_of_an_earlier_run_are_ranked_by_the_critic_that_is_given(
+        trained, tiny, tmp_path):
+    def ranked(name, critic, *more):
+        run_script("train_policy.py", *flags(
+            "sweet", trained, tiny(), tmp_path / name, "--critic", critic, *more,
+            "--candidates", trained / "sweet/candidates.jsonl"))
+        return candidates_of(tmp_path / name)
+
+    before = candidates_of(trained / "sweet")
+    assert ranked("same", trained / "critic") == before
+    assert same_weights(trained / "sweet", tmp_path / "same")
+    run_script("train_critic.py", "--episodes", trained / "episodes.jsonl", "--model", tiny(),
+               "--output", tmp_path / "critic", "--epochs", 1, "--lr", 1e-2, "--batch_size", 4,
+               "--max_length", 600, "--dtype", "float32", "--privileged", "none")
+    other = ranked("other", tmp_path / "critic")
+    assert [row["candidates"] for row in other] == [row["candidates"] for row in before]
+    assert all(one["advantages"] != two["advantages"]
+               for one, two in zip(before, other, strict=True))
+
+    write_jsonl(tmp_path / "of_others.jsonl", [row | {"task_id": "unknown"} for row in before])
+    refused = run_script("train_policy.py", *flags(
+        "sweet", trained, tiny(), tmp_path / "out", "--critic", trained / "critic",
+        "--candidates", tmp_path / "of_others.jsonl"), check=False)
+    assert "line 1: found the task 'unknown', which --episodes do not have" in refused.stderr
 
 
 def test_two_ranks_make_the_candidates_and_weights_of_one(trained, tiny, tmp_path):
