@@ -379,10 +379,13 @@ class FrontendReferee(Referee):
     """Similarity of screenshots; the human sees both pages."""
 
     def __init__(self, tasks, settings):
-        self.browser = Browser()
-        self.thread = ThreadPoolExecutor(1)  # one browser, one page at a time
         default = "none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32"
         name = settings.clip or default
+        if name == "none" and settings.clip_crop != "center":
+            raise SystemExit(f"found --clip_crop {settings.clip_crop} without CLIP, which is what"
+                             " crops; expected it to be omitted, or --clip with a model")
+        self.browser = Browser()
+        self.thread = ThreadPoolExecutor(1)  # one browser, one page at a time
         self.clip = None
         if name != "none":
             self.clip = ClipReward(name, settings.clip_crop, settings.device)

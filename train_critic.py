@@ -345,7 +345,7 @@ def main(args):
             if loop.ends_epoch(step):
                 metrics |= holdout_metrics(model, held_items, settings, process,
                                            args.micro_batch_size)
-            loop.finish(step, metrics)
+            loop.log_and_save(step, metrics)
         tokenizer = reader.sight.processor if reader.sight else reader.tokenizer
         loop.save(tokenizer, custom_prompt(episodes))
         del model, loop, objective
@@ -632,7 +632,7 @@ class TrainingLoop:
     def ends_epoch(self, step):
         return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.last
 
-    def finish(self, step, metrics):
+    def log_and_save(self, step, metrics):
         """Log the step, and now and then save what a resumed run needs."""
         if not is_finite(metrics):
             batch = [self.items[index] for index in self.batches[step]]

@@ -244,7 +244,7 @@ def main(args):
     # 3. steps: Eq. (4), or maximum likelihood
     loop = TrainingLoop(model, items, loop_settings(args), process)
     for step, batch in loop.steps():
-        loop.finish(step, loop.optimise(batch, objective))
+        loop.log_and_save(step, loop.optimise(batch, objective))
     loop.save(tokenizer, custom_prompt(episodes))
 
 

@@ -236,7 +236,7 @@ def report_run(args, tokenizer, process):
                 metrics = loop.optimise(batch, objective)
                 synchronize(process.device)
                 began = time.perf_counter()
-                loop.finish(step, metrics)
+                loop.log_and_save(step, metrics)
                 saving.append(time.perf_counter() - began)
                 steps.append(step)
             size = sum(path.stat().st_size for path in Path(folder, "state").iterdir())
@@ -307,7 +307,7 @@ def report_checkpoints(tokenizer, process):
                 Path(folder), lr=1e-3, epochs=4, batch_size=1, micro_batch_size=1, max_steps=None,
                 warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20, seed=0), process)
             for step, batch in loop.steps():
-                loop.finish(step, loop.optimise(batch, objective))
+                loop.log_and_save(step, loop.optimise(batch, objective))
             loop.save(tokenizer, None)
             written = json.loads(Path(folder, "config.json").read_text())["dtype"]
             opened = load_model(folder, process.device, dtype="bfloat16").eval()

@@ -66,6 +66,11 @@ def real_pages():
 # Extraction and WebSight
 
 
+def test_a_crop_is_refused_where_no_clip_crops():
+    with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
+        FrontendReferee([{"toy": {}}], RefereeSettings(clip_crop="pad"))
+
+
 def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
     history = [
         {"role": "user", "content": "a page"},
