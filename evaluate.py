@@ -336,6 +336,7 @@ def load_scorer(args, device):
     return GraderModel(args.critic.removeprefix(GRADER), settings)
 
 
+# flags that decide how episodes are used, and not what is played
 LATER_USE = ("best_of_n", "against", "report", "metrics", "draws", "leak_threshold")
 
 
