@@ -563,6 +563,7 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
     for task in range(3):
         row = episode(task, 0, reward=0.25, success=None, reasons={})
         row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
+        row["answer"] = "<html>y</html>"
         rows.append(row)
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert browser.text("#sentences p").startswith("ours reaches 25.0 [")
@@ -575,6 +576,13 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
     titles = browser.each(".pages figcaption", "e.innerText")
     assert titles == ["Agent's page", "Solution page"]
     assert "·" in browser.text(".row b") and browser.complaints() == []
+
+
+def test_an_agent_that_shows_no_page_has_no_picture_in_the_report(browser, tmp_path):
+    row = episode(0, 0, reward=0.0, success=None, reasons={}) | {"answer": "no page"}
+    row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
+    browser.open(write_report(tmp_path, ours=[row]).as_uri())
+    assert browser.each(".pages figcaption", "e.innerText") == ["Solution page"]
 
 
 # -----------------------------------------------------------------------------
