@@ -38,8 +38,10 @@ def refuse_changing_positions(model, args):
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return
     limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if rope.get("rope_type") in ("dynamic", "longrope") and args.max_length > limit:
+    if args.max_length > limit:
         raise SystemExit(f"{args.model}: found --max_length {args.max_length} with rotary positions"
                          f" of type {rope['rope_type']}, which change beyond {limit} tokens,"
                          f" expected at most --max_length {limit}")
