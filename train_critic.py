@@ -852,25 +852,24 @@ class Critic:
             return [None] * (len(episode["dialogue_history"]) // 2)
         return [None] * dropped + self._advantages([row], [row])
 
+    @torch.no_grad()
     def _advantages(self, rows, reference_rows):
         """One advantage for each turn of `rows`: candidates of one turn each, or one dialogue."""
-        values = self._computed(rows, reference_rows).flatten().tolist()
+        if self.head == "value":
+            table, _ = turn_values(self.model, rows, packs_at_once=1)
+        else:
+            sums, counts = turn_sums(self.model, rows, packs_at_once=1)
+            with matrices_off(self.reference_model):
+                reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
+            # a candidate has no trajectory around it, so `trajectory` becomes the turn's own mean;
+            # turns of a dialogue are scored alike, so that both can be compared
+            normalise = "turn" if self.normalise == "trajectory" else self.normalise
+            table = advantage(sums, reference, counts, normalise)
+        values = table.flatten().tolist()
         if not all(map(math.isfinite, values)):
             raise SystemExit(f"found advantages that are no finite numbers ({values[:4]} ...),"
                              " expected a critic whose weights fit --dtype; try --dtype float32")
         return values
-
-    @torch.no_grad()
-    def _computed(self, rows, reference_rows):
-        if self.head == "value":
-            return turn_values(self.model, rows, packs_at_once=1)[0]
-        sums, counts = turn_sums(self.model, rows, packs_at_once=1)
-        with matrices_off(self.reference_model):
-            reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
-        # a candidate has no trajectory around it, so `trajectory` becomes the turn's own mean;
-        # turns of a dialogue are scored alike, so that both can be compared
-        normalise = "turn" if self.normalise == "trajectory" else self.normalise
-        return advantage(sums, reference, counts, normalise)
 
 
 def critic_flags(path):

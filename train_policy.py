@@ -496,9 +496,7 @@ def candidates_to_rank(path, tasks):
     for where, row in states_in(path):
         if row.get("error"):  # the server refused this state
             continue
-        texts = row.get("candidates")
-        unranked = [0.0] * len(texts) if isinstance(texts, list) else None
-        check_candidates(row | {"advantages": unranked}, where)
+        check_candidates(row, where, ranked=False)
         if row["task_id"] not in tasks:
             raise SystemExit(f"{where}: found the task {row['task_id']!r}, which --episodes do not"
                              " have, expected candidates of these episodes; give both of one run")
@@ -522,16 +520,21 @@ def states_in(path):
         yield where, row
 
 
-def check_candidates(row, where):
+def check_candidates(row, where, ranked=True):
+    """Refuse a row of other lists, or of lists of other things; advantages count if `ranked`."""
+    lists = ["candidates", "finished"]
+    if ranked:
+        lists.append("advantages")
     lengths = {}
-    for name in ("messages", "candidates", "finished", "advantages"):
+    for name in ("messages", *lists):
         lengths[name] = len(row[name]) if isinstance(row.get(name), list) else None
-    same = lengths["candidates"] == lengths["finished"] == lengths["advantages"]
+    same = len({lengths[name] for name in lists}) == 1
     if None in lengths.values() or not same:
         raise SystemExit(f"{where}: found lists of lengths {lengths}, expected messages, and as"
                          " many candidates as finished flags and advantages; make the file with"
                          " train_policy.py --method sweet")
-    sound = (all(type(a) in (int, float) and math.isfinite(a) for a in row["advantages"])
+    advantages = row["advantages"] if ranked else []
+    sound = (all(type(a) in (int, float) and math.isfinite(a) for a in advantages)
              and all(isinstance(text, str) for text in row["candidates"])
              and all(type(finished) is bool for finished in row["finished"]))
     if not sound or not is_prompt(row["messages"]):
