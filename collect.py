@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
-    counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
-    split_message, without_thoughts)
+    checkpoint_prompt, counted, derive_seed, leak_share, one_domain, open_referee, read_prompt,
+    read_tasks, reasons_of, split_message, without_thoughts)
 from judge.sandbox import ANSWER_MARKER, TOO_SLOW
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
@@ -461,9 +461,8 @@ def rollout_settings(args, tasks, process):
     human_spec = args.human or "scripted"
     check_spec(args.agent)
     check_spec(human_spec)
-    checkpoint_prompt = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
-    if args.agent_prompt is None and checkpoint_prompt.is_file():
-        agent_prompt = read_prompt(checkpoint_prompt)
+    if args.agent_prompt is None:
+        agent_prompt = checkpoint_prompt(args.agent)
     else:
         agent_prompt = read_prompt(args.agent_prompt)
     human_prompt = read_prompt(args.human_prompt)

@@ -47,7 +47,8 @@ from colbench import (
     end_of_turn, first_request, group_by_task, load_episodes, prompt_of_episode, read_jsonl,
     states_of, write_atomically)
 from speakers.interface import SpeakerSettings
-from speakers.local import LocalSpeaker, default_device, load_model, load_tokenizer
+from speakers.local import (
+    LocalSpeaker, default_device, load_model, load_tokenizer, refuse_changing_positions)
 from speakers.lora import LINEAR_LAYERS, load_matrices, matrices_off
 from speakers.names import check_checkpoint
 from speakers.vision import Sight, sees_pictures, vision_value_class
@@ -461,6 +462,7 @@ def length_advice(counts, max_length):
 
 def open_reader(args):
     """The reader of the critic's view; a vision-language critic also has a processor."""
+    refuse_changing_positions(args.model, args.max_length)
     sight = None
     if args.head == "value" and sees_pictures(args.model):
         if args.share == "state":

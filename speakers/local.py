@@ -303,6 +303,31 @@ def load_tokenizer(path):
                          " expected a Hugging Face name or directory") from None
 
 
+def load_config(path):
+    check_checkpoint(path)
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: could not open config.json ({why_not_opened(path, error)});"
+                         " expected a Hugging Face name or directory") from None
+
+
+def refuse_changing_positions(path, max_length):
+    """Some models encode all positions anew once a batch is longer than a limit.
+
+    A row would then get other log-probs beside a long one than alone, or in the reference pass.
+    """
+    config = load_config(path).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if max_length > limit:
+        raise SystemExit(f"{path}: found --max_length {max_length} with rotary positions of type"
+                         f" {rope['rope_type']}, which change beyond {limit} tokens, expected at"
+                         f" most --max_length {limit}")
+
+
 def default_device():
     """Where to compute when torchrun has given this process no device."""
     return "cuda" if torch.cuda.is_available() else "cpu"

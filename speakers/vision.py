@@ -18,12 +18,12 @@ from judge.pages import open_picture, solution_page
 from speakers.interface import Speaker, Utterance
 from speakers.local import (
     default_device,
+    load_config,
     load_model,
     pick_tokens,
     stop_tokens,
     uniform_numbers,
 )
-from speakers.names import check_checkpoint, why_not_opened
 
 # -----------------------------------------------------------------------------
 # Checkpoints, and what they read
@@ -31,18 +31,12 @@ from speakers.names import check_checkpoint, why_not_opened
 
 def sees_pictures(path):
     """Whether the checkpoint is a vision-language model, as its config says."""
-    check_checkpoint(path)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open config.json ({why_not_opened(path, error)});"
-                         " expected a Hugging Face name or directory") from None
-    return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return type(load_config(path)) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def load_processor(path):
     """What turns texts and pictures into the inputs of a vision-language model."""
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = load_config(path)
 
     class StillProcessor(transformers.PROCESSOR_MAPPING[type(config)]):
         @classmethod
@@ -228,7 +222,7 @@ def vision_value_class(path):
     """
     from transformers.modeling_outputs import TokenClassifierOutput
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = load_config(path)
     base = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
     class VisionValue(base):

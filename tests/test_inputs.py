@@ -48,7 +48,6 @@ from stages.processes import Process
 from stages.record import claim_output, records
 from train_critic import Reader
 from training import checkpoints
-from training.ranks import load_trainable
 
 TOKENIZER = byte_tokenizer()
 PROCESS = Process(0, 1, "cpu")
@@ -268,9 +267,13 @@ def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_len
     tokenizer.save_pretrained(tmp_path)
     limit = rope.get("original_max_position_embeddings", 4096)
     argv = ["--episodes", "e", "--model", str(tmp_path), "--output", "o", "--max_length"]
-    load_trainable(train_critic.parse_args([*argv, str(limit)]), PROCESS)
-    with pytest.raises(SystemExit, match=f"type {rope['rope_type']}.*at most --max_length {limit}"):
-        load_trainable(train_critic.parse_args([*argv, str(limit + 1)]), PROCESS)
+    policy_argv = ["--method", "rft", *argv]
+    beyond = f"type {rope['rope_type']}.*at most --max_length {limit}"
+    train_critic.open_reader(train_critic.parse_args([*argv, str(limit)]))
+    with pytest.raises(SystemExit, match=beyond):
+        train_critic.open_reader(train_critic.parse_args([*argv, str(limit + 1)]))
+    with pytest.raises(SystemExit, match=beyond):
+        train_policy.open_tokenizer(train_policy.parse_args([*policy_argv, str(limit + 1)]), [])
 
 
 # -----------------------------------------------------------------------------

@@ -22,29 +22,12 @@ def load_trainable(args, process, auto_class="AutoModelForCausalLM", **options):
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
     dtype = args.dtype if args.lora_rank else "auto"
     model = load_model(args.model, process.device, auto_class, dtype=dtype, **options)
-    refuse_changing_positions(model, args)
     if not args.lora_rank:
         return model.float()
     add_matrices(model, lora_settings(vars(args)))
     if hasattr(model, "score"):
         model.score.float().requires_grad_()
     return model
-
-
-def refuse_changing_positions(model, args):
-    """Some models encode all positions anew once a batch is longer than a limit.
-
-    A row would then get other log-probs beside a long one than alone, or in the reference pass.
-    """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return
-    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if args.max_length > limit:
-        raise SystemExit(f"{args.model}: found --max_length {args.max_length} with rotary positions"
-                         f" of type {rope['rope_type']}, which change beyond {limit} tokens,"
-                         f" expected at most --max_length {limit}")
 
 
 def lora_settings(flags):
