@@ -212,12 +212,6 @@ def read_prompt(path):
                          " text") from None
 
 
-def checkpoint_prompt(path):
-    """The instructions that a checkpoint's episodes share; None for the domain's own."""
-    kept = Path(path, "agent_prompt.txt")
-    return read_prompt(kept) if kept.is_file() else None
-
-
 def agent_messages(history, prompt):
     """What the agent sees: its instructions and the dialogue, with its own turns as it wrote them.
 

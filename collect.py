@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
-    checkpoint_prompt, counted, derive_seed, leak_share, one_domain, open_referee, read_prompt,
-    read_tasks, reasons_of, split_message, without_thoughts)
+    counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
+    split_message, without_thoughts)
 from judge.sandbox import ANSWER_MARKER, TOO_SLOW
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
@@ -49,7 +49,7 @@ from stages.record import claim_output, records
 
 
 class Rules(typing.NamedTuple):
-    agent_prompt: str  # "": none
+    agent_prompt: str  # may hold {max_turns}; "": none
     human_prompt: str
     max_turns: int
     reply_chars: int
@@ -71,6 +71,7 @@ def play(task, sample, parties, on_turn):
     """
     agent, human, referee, rules = parties
     history = [{"role": "user", "content": task["problem_description"]}]
+    agent_prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     answer = error = grade = None
 
     def request(messages):
@@ -79,7 +80,7 @@ def play(task, sample, parties, on_turn):
                        key=key)
 
     while True:
-        view = agent_messages(history, rules.agent_prompt)
+        view = agent_messages(history, agent_prompt)
         spoken = yield from agent.reply(request(view))
         if isinstance(spoken, SpeakerError):
             error = f"agent: {spoken}"
@@ -461,8 +462,9 @@ def rollout_settings(args, tasks, process):
     human_spec = args.human or "scripted"
     check_spec(args.agent)
     check_spec(human_spec)
-    if args.agent_prompt is None:
-        agent_prompt = checkpoint_prompt(args.agent)
+    checkpoint_prompt = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
+    if args.agent_prompt is None and checkpoint_prompt.is_file():
+        agent_prompt = read_prompt(checkpoint_prompt)
     else:
         agent_prompt = read_prompt(args.agent_prompt)
     human_prompt = read_prompt(args.human_prompt)
@@ -477,10 +479,12 @@ def rollout_settings(args, tasks, process):
                             args.batch_size, process.device, args.dtype)
     domain = DOMAINS[tasks[0]["domain"]]
     refuse_other_domains(args, domain)
+    if agent_prompt is None:
+        agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
     if human_prompt is None:
         human_prompt = domain.human_prompt
-    rules = Rules(agent_prompt_of(tasks[0], agent_prompt, args.max_turns), human_prompt,
-                  args.max_turns, args.reply_chars or domain.reply_chars, args.seed)
+    rules = Rules(agent_prompt, human_prompt, args.max_turns,
+                  args.reply_chars or domain.reply_chars, args.seed)
     workers = max(1, (os.cpu_count() or 1) // process.world)
     return RolloutSettings(
         agent=args.agent, agent_settings=agent,

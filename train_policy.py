@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from colbench import (
-    ResumableJsonl, checkpoint_prompt, custom_prompt, derive_seed, expect, group_by_task,
-    load_episodes, read_jsonl, states_of)
+    ResumableJsonl, custom_prompt, derive_seed, expect, group_by_task, load_episodes, read_jsonl,
+    states_of)
 from collect import interleave
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings
@@ -204,7 +204,7 @@ def main(args):
     tokenizer = open_tokenizer(args, episodes)
     reader = Reader(tokenizer, "none", args.max_length)  # the policy never sees the solution
     if args.critic:
-        check_critic(args, episodes)  # fail now rather than after hours of sampling
+        check_critic(args)  # fail now rather than after hours of sampling
     inputs = [*args.episodes, *args.privileged_episodes, args.candidates, args.agent_prompt,
               *records(args.model, args.critic)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
@@ -424,12 +424,8 @@ def add_advantages(rows, tasks, open_critic, output, process):
     return store.path
 
 
-def check_critic(args, episodes):
+def check_critic(args):
     flags = critic_flags(args.critic)
-    if checkpoint_prompt(args.critic) != custom_prompt(episodes):
-        raise SystemExit(f"{args.critic}: found a critic that read other instructions of the agent"
-                         " than --episodes have, expected the same; give --agent_prompt as it was"
-                         " given to train_critic.py, or train the critic on these episodes")
     if flags["head"] == "value" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that has a value head, which needs"
                          " no reference model; omit --reference")

@@ -311,32 +311,15 @@ def test_a_plain_reference_is_refused_with_a_value_head_which_has_no_reference(t
         (tmp_path / "critic/run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
         args = parsed("sweet", "--critic", str(tmp_path / "critic"), "--reference", "plain")
         if head == "logratio":
-            check_critic(args, [])
+            check_critic(args)
         else:
             with pytest.raises(SystemExit, match="--reference plain.*value head"):
-                check_critic(args, [])
+                check_critic(args)
             args = parsed("sweet", "--critic", str(tmp_path / "critic"),
                           "--pairing", "positive_vs_negative")
             with pytest.raises(SystemExit, match="positive_vs_negative.*value head.*even odds"):
-                check_critic(args, [])
-        check_critic(parsed("sweet", "--critic", str(tmp_path / "critic")), [])
-
-
-def test_a_critic_that_read_other_instructions_of_the_agent_is_refused(tiny, tmp_path):
-    critic, theirs, ours = (tmp_path / name for name in ("critic", "theirs.txt", "ours.txt"))
-    theirs.write_text("Ask, then answer.\n")
-    ours.write_text("Answer.\n")
-    official = episode("t", 1.0), episode("t", 0.0, sample=1)
-    for row in official:
-        del row["agent_prompt"]
-    write_jsonl(tmp_path / "episodes.jsonl", official)
-    run_script("train_critic.py", "--episodes", tmp_path / "episodes.jsonl", "--model", tiny(),
-               "--output", critic, "--max_steps", 1, "--holdout", 0, "--agent_prompt", theirs)
-    args = parsed("sweet", "--critic", str(critic))
-    check_critic(args, load_episodes([tmp_path / "episodes.jsonl"], theirs)[0])
-    for prompt in (ours, None):
-        with pytest.raises(SystemExit, match="other instructions of the agent"):
-            check_critic(args, load_episodes([tmp_path / "episodes.jsonl"], prompt)[0])
+                check_critic(args)
+        check_critic(parsed("sweet", "--critic", str(tmp_path / "critic")))
 
 
 @pytest.mark.parametrize("flag, value", [("--num_candidates", "1"), ("--temperature", "0")])

@@ -17,7 +17,9 @@ import collect
 import evaluate
 import speakers
 import train_policy
-from colbench import Referee, RefereeSettings, ResumableJsonl, read_tasks, states_of
+from colbench import (
+    Referee, RefereeSettings, ResumableJsonl, custom_prompt, prompt_of_episode, read_tasks,
+    states_of)
 from collect import Parties, Rules, interleave, play
 from judge.sandbox import ANSWER_MARKER, Grade
 from speakers.interface import Speaker, SpeakerError, SpeakerSettings, Utterance
@@ -198,6 +200,15 @@ def test_the_agent_never_reads_the_humans_thoughts(thoughts, error):
         assert episode["error"].startswith(error)
     else:
         assert episode["dialogue_history"][2]["content"] == "Two digits."
+
+
+def test_the_agent_reads_how_many_turns_it_has_and_its_checkpoint_keeps_the_placeholder():
+    rules = RULES._replace(agent_prompt="Send {max_turns}.", max_turns=3)
+    agent, human = Served(asker(lambda key: 2)), Served(human_line)
+    _, (episode,) = played(Parties(agent, human, HeldReferee(), rules), 1, 1)
+    assert {request.messages[0]["content"] for request in agent.asked} == {"Send 3."}
+    assert prompt_of_episode(episode) == "Send 3."
+    assert custom_prompt([episode]) == "Send {max_turns}."
 
 
 def test_as_many_dialogues_are_in_flight_as_the_batch_size_says():
