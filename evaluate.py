@@ -283,7 +283,7 @@ def best_by_critic(critic, request, candidates):
     advantages = critic.advantages(request.task, request.messages, texts, finished)
     if advantages is None:
         return 0
-    # an empty text has no tokens, and so an advantage of 0 that says nothing
+    # an empty message must never win, whatever the advantage of its end-of-turn token is
     advantages = [value if text.strip() else -math.inf
                   for text, value in zip(texts, advantages, strict=True)]
     return int(numpy.argmax(advantages))

@@ -17,7 +17,7 @@ Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
 To change the loss: `critic_loss`; the advantage: `advantage` and NORMALISERS; the pairs:
 `pair_episodes`; what the critic reads: `colbench.critic_messages`. Another kind of critic is an
-objective like `value_objective` and a branch in `main`, `load_critic` and `Critic`.
+objective like `value_objective`, and a branch wherever `head` is compared.
 
 Differences from the paper: none in the equations. From the official code: the mean is per turn, not
 over the trajectory (`--normalise trajectory` is theirs); the NLL term of the paper's Table 5 is on
@@ -82,8 +82,8 @@ def turn_logprobs(logprobs, turn_index, turns):
     return sums, counts
 
 
-# name -> L of Eq. (3), from the counts of the turns' tokens (R, S). When a candidate is ranked, its
-# turn stands alone (S = 1), see `Critic`
+# name -> L of Eq. (3), from the token counts of the turns, (R, S). A ranked candidate is a row of
+# one turn, where `trajectory` equals `turn`
 NORMALISERS = {
     "turn": lambda counts: counts,
     "trajectory": lambda counts: counts.sum(1, keepdim=True),  # the official code
@@ -170,7 +170,7 @@ class Row:
     turn_index: list  # T turn indices, -1 where the token is not an agent token
     turns: int
     prompt_length: int = 0  # of a candidate: the tokens before its turn; 0: a dialogue
-    dropped: int = 0  # of a candidate: the turns before it that max_length left out
+    dropped: int = 0  # oldest turns that max_length left out
     reference: list | None = None  # S log-prob sums under the reference model
     outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
     answered: bool = False  # whether the last turn is marked as the answer
@@ -205,20 +205,20 @@ class Reader(typing.NamedTuple):
 
 
 def dialogue_row(reader, episode):
-    """(row, turns dropped) of an episode as the reader sees it; (None, dropped) if too long."""
+    """The row of an episode as the reader sees it; None if its last turn does not fit."""
     task, history = episode["task"], episode["dialogue_history"]
     agent_turns = [index for index, m in enumerate(history) if m["role"] == "assistant"]
     view = agent_messages(history[:agent_turns[-1] + 1], prompt_of_episode(episode))
     messages = critic_messages(task, view, reader.privileged)
     finished = [history[index].get("finished") is not False for index in agent_turns]
     opening = reader.sight.opening_reader(task, view) if reader.sight else None
-    row, dropped = encode_row(reader, messages, finished, opening)
+    row = encode_row(reader, messages, finished, opening)
     if row:
         row.outcome = episode["reward"]
         if episode["success"] is not None:
             row.outcome = float(episode["success"])
         row.answered = ANSWER_MARKER in history[agent_turns[-1]]["content"]
-    return row, dropped
+    return row
 
 
 def pair_items(reader, pairs_by_task, share):
@@ -235,10 +235,10 @@ def pair_items(reader, pairs_by_task, share):
         for episode in itertools.chain(*pairs):
             if episode["sample"] in rows:
                 continue
-            row, dropped = dialogue_row(reader, episode)
+            row = dialogue_row(reader, episode)
             rows[episode["sample"]] = row
             if row:
-                counts["turns_dropped"] += dropped
+                counts["turns_dropped"] += row.dropped
             else:
                 counts["too_long"] += 1
         row_pairs = [(rows[chosen["sample"]], rows[rejected["sample"]])
@@ -370,7 +370,7 @@ def main(args):
 
 
 def encode_row(reader, messages, finished, opening=None):
-    """(row, turns dropped) of messages; a dialogue that is too long loses its oldest turns.
+    """The row of messages; a dialogue that is too long loses its oldest turns.
 
     After the first user message, whole turns are dropped, each with the human's reply to it, never
     part of a scored turn. The row is None if the last turn does not fit. `opening` gives what a
@@ -389,8 +389,8 @@ def encode_row(reader, messages, finished, opening=None):
         if len(ids) <= reader.max_length:
             # counted, since a turn that was cut may be empty: nothing but spaces up to the limit
             turns = sum(message["role"] == "assistant" for message in kept)
-            return Row(ids, turn_index, turns, opening=opening), dropped
-    return None, dropped
+            return Row(ids, turn_index, turns, dropped=dropped, opening=opening)
+    return None
 
 
 def candidate_rows(reader, messages, candidates, opening=None):
@@ -405,13 +405,12 @@ def candidate_rows(reader, messages, candidates, opening=None):
     turns = [ids + [end_id] if finished else ids
              for ids, (_, finished) in zip(turns, candidates, strict=True)]
     room = reader.max_length - max(len(ids) for ids in turns)
-    prompt, dropped = encode_row(reader._replace(max_length=room), messages,
-                                 [True] * len(messages), opening)
+    prompt = encode_row(reader._replace(max_length=room), messages, [True] * len(messages), opening)
     if prompt is None:
         return None
     length = len(prompt.ids)
     return [Row(prompt.ids + ids, [-1] * length + [0] * len(ids), 1, prompt_length=length,
-                dropped=dropped, opening=opening) for ids in turns]
+                dropped=prompt.dropped, opening=opening) for ids in turns]
 
 
 def group_pairs(pairs, share):
@@ -462,13 +461,13 @@ def length_advice(counts, max_length):
 
 def open_reader(args):
     """The reader of the critic's view; a vision-language critic also has a processor."""
-    refuse_changing_positions(args.model, args.max_length)
     sight = None
     if args.head == "value" and sees_pictures(args.model):
         if args.share == "state":
             raise SystemExit("found --share state with a vision-language critic, expected --share"
                              " pair: its rows are computed one by one")
         sight = Sight(args.model, args.privileged)
+    refuse_changing_positions(args.model, args.max_length)
     tokenizer = sight.processor.tokenizer if sight else load_tokenizer(args.model)
     return Reader(tokenizer, args.privileged, args.max_length, sight)
 
@@ -849,10 +848,10 @@ class Critic:
 
     def advantages_of_dialogue(self, episode):
         """The advantage of each agent turn of an episode; None for turns that do not fit."""
-        row, dropped = dialogue_row(self.reader, episode)
+        row = dialogue_row(self.reader, episode)
         if row is None:
             return [None] * (len(episode["dialogue_history"]) // 2)
-        return [None] * dropped + self._advantages([row], [row])
+        return [None] * row.dropped + self._advantages([row], [row])
 
     @torch.no_grad()
     def _advantages(self, rows, reference_rows):
@@ -863,8 +862,8 @@ class Critic:
             sums, counts = turn_sums(self.model, rows, packs_at_once=1)
             with matrices_off(self.reference_model):
                 reference, _ = turn_sums(self.reference_model, reference_rows, packs_at_once=1)
-            # a candidate has no trajectory around it, so `trajectory` becomes the turn's own mean;
-            # turns of a dialogue are scored alike, so that both can be compared
+            # the trajectory of a candidate is its turn alone; turns of a dialogue are scored in the
+            # same way, so that both can be compared
             normalise = "turn" if self.normalise == "trajectory" else self.normalise
             table = advantage(sums, reference, counts, normalise)
         values = table.flatten().tolist()
@@ -909,10 +908,10 @@ def fp32_head(head):
 
 
 def holdout_metrics(model, items, settings, process, micro_batch_size):
-    """Accuracy and loss on held-out pairs, and at which level answers and other turns are.
+    """Accuracy, loss and mean advantages of answers and of other turns on held-out pairs.
 
-    Bradley-Terry on sums does not fix the level of the answering turn when every dialogue has
-    exactly one. A critic that has drifted there teaches the policy never to answer.
+    Where every dialogue has one answer, a constant added to all answers cancels in Eq. (2), so the
+    loss cannot correct it. A critic that has drifted there teaches the policy never to answer.
     """
     if not items:
         return {}

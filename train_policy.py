@@ -17,6 +17,10 @@ Reads: episodes, a critic's checkpoint directory. Writes: a checkpoint directory
 metrics.jsonl, candidates.sampled.jsonl and candidates.jsonl.
 Letters in shapes: B pairs, R rows, S turns, N candidates.
 
+To change the loss: `dpo_loss` and LOSSES; the pairs: `make_pairs`; which turns are states:
+`sample_states`. Another method is a branch of `method_items`, its objective in `main`, and a line
+of IGNORED.
+
 Differences from the paper: none known. Differences from the official code: the reference model of
 the ranking sees the solution, too (`--reference plain` is theirs); NLL trains agent tokens only;
 candidates that were cut at the token limit get no end-of-turn token; the share of the data is whole
@@ -237,9 +241,11 @@ def main(args):
         precompute_reference(model, items, process, args.micro_batch_size, output / REFERENCE)
         settings = DpoSettings(args.beta, args.nll, args.loss)
         objective = functools.partial(dpo_objective, model, settings=settings)
-    else:
+    elif args.method in ("rft", "sft"):
         objective = functools.partial(supervised_objective, model,
                                       mean_length=mean_agent_tokens(items))
+    else:
+        raise ValueError(f"found no objective for method {args.method!r}")
 
     # 3. steps: Eq. (4), or maximum likelihood
     loop = TrainingLoop(model, items, loop_settings(args), process)
@@ -464,11 +470,11 @@ def dialogue_items(reader, episodes):
     """One item per episode, for supervised training."""
     items, report = [], {"episodes": 0, "turns_dropped": 0, "too_long": 0}
     for episode in episodes:
-        row, dropped = dialogue_row(reader, episode)
+        row = dialogue_row(reader, episode)
         if row is None:
             report["too_long"] += 1
             continue
-        report["turns_dropped"] += dropped
+        report["turns_dropped"] += row.dropped
         items.append(Item([row], []))
     report["episodes"] = len(items)
     return items, report

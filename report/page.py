@@ -45,6 +45,7 @@ METHODS = {
     "rft": "rejection fine-tuning on solved dialogues",
     "sft": "supervised fine-tuning on dialogues",
 }
+HEADS = {"logratio": "log-ratio critic", "value": "critic with a value head"}
 
 
 class Summary(typing.NamedTuple):
@@ -133,10 +134,10 @@ def flags_of(path):
 def training_method(flags):
     """One clause on what a checkpoint is, from the flags that trained it."""
     if "method" in flags:
-        return f"{METHODS[flags['method']]}, from {short_name(flags['model'])}"
+        return f"{METHODS.get(flags['method'], flags['method'])}, from {short_name(flags['model'])}"
     if "head" in flags:
-        head = {"logratio": "log-ratio critic", "value": "critic with a value head"}[flags["head"]]
-        sight = " that sees the solution" if flags["privileged"] == "ground_truth" else ""
+        head = HEADS.get(flags["head"], flags["head"])
+        sight = "" if flags["privileged"] == "none" else " that sees the solution"
         return f"{head}{sight}, from {short_name(flags['model'])}"
     return ""
 

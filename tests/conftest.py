@@ -163,12 +163,13 @@ def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: 
 
 def write_episodes(path, tasks=6, samples=3, more=0):
     """A file of episodes; each task has `more` samples more than the one before it."""
+    rewards = {1: 1.0, 2: 0.5}
     with open(path, "w") as file:
         for index in range(tasks):
             for sample in range(samples + more * index):
                 texts = ("t" * (index + 1), "what " * (sample + 1), "r",
                          f"I WANT TO ANSWER: {index} {sample}")
-                row = episode(f"task{index}", float(sample == 1), sample, texts)
+                row = episode(f"task{index}", rewards.get(sample, 0.0), sample, texts)
                 file.write(json.dumps(row) + "\n")
     return path
 

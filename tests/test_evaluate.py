@@ -524,6 +524,15 @@ def test_best_of_n_takes_the_best_score_and_the_first_without_scores(scores, cho
     assert speaker.asked == (3, [7], ["task"], ["key"])
 
 
+def test_best_of_n_never_says_an_empty_candidate():
+    class Mute(FixedSpeaker):
+        def speak(self, *arguments, **options):
+            return [[Utterance(text, True) for text in (" ", "a question", "")]]
+
+    best = evaluate.BestOfN(Mute(), FixedScorer([0.9, -0.3, 0.5]), 3)
+    assert reply(best, Request(["m"])) == [Utterance("a question", True)]
+
+
 def test_best_of_n_passes_an_error_of_the_speaker_on():
     class Failing(FixedSpeaker):
         def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):

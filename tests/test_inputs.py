@@ -245,7 +245,7 @@ def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):
     row["dialogue_history"][1]["finished"] = None
     path.write_text(json.dumps(row) + "\n")
     read, = read_episodes(path)
-    encoded, _ = train_critic.dialogue_row(Reader(TOKENIZER, "none", max_length=8192), read)
+    encoded = train_critic.dialogue_row(Reader(TOKENIZER, "none", max_length=8192), read)
     assert read["turns"] == 2
     assert encoded.ids.count(TOKENIZER.eos_token_id) == len(read["dialogue_history"])
     row["dialogue_history"][1]["finished"] = "no"

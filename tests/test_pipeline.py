@@ -7,9 +7,6 @@ import pytest
 from conftest import metrics, run_script
 
 from colbench import read_episodes
-from collect import interleave
-from evaluate import BestOfN
-from speakers.interface import Request, Speaker, Utterance
 
 
 def lines(path):
@@ -152,19 +149,6 @@ def test_best_of_n_by_a_critic_without_the_solution_or_with_a_value_head(
     evaluate(tmp_path / "test", "toy/base", 2, "--best_of_n", 3, "--critic", tmp_path / name,
              "--name", name)
     assert len(lines(tmp_path / f"test/{name}-best-of-3.jsonl")) == 2
-
-
-def test_best_of_n_says_the_candidate_with_the_highest_score():
-    class Counting(Speaker):
-        def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-            return [[Utterance(str(index), True) for index in range(n)] for _ in conversations]
-
-    class Scorer:
-        def advantages(self, task, messages, texts, finished):
-            return [-abs(int(text) - 2) for text in texts]
-
-    reply = BestOfN(Counting(), Scorer(), 4).reply(Request(["m"]))
-    assert list(interleave([reply], in_flight=1)) == [[Utterance("2", True)]]
 
 
 def test_a_grader_model_can_choose_among_the_candidates(tiny, tmp_path):

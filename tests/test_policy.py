@@ -5,6 +5,7 @@ import json
 import math
 import random
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conftest import (
     ROOT, byte_tokenizer, dialogue, episode, metrics, run_script, tiny_model, weights,
     write_episodes)
 
+import train_critic
 import train_policy
 from colbench import (
     agent_prompt_of, load_episodes, read_episodes, read_jsonl, read_tasks, states_of, write_jsonl)
@@ -21,7 +23,8 @@ from train_critic import Critic, Item, Reader, candidate_rows, dialogue_row, enc
 from training.packing import pack_rows
 from train_policy import (
     IGNORED, PAIRINGS, SAMPLING_FLAGS, DpoSettings, PairSettings, candidate_items, check_critic,
-    dpo_loss, dpo_objective, make_pairs, method_items, read_candidates, supervised_objective)
+    dpo_loss, dpo_objective, few_per_task, make_pairs, method_items, read_candidates,
+    supervised_objective)
 
 # -----------------------------------------------------------------------------
 # The equation, and pairs
@@ -332,7 +335,33 @@ def test_defaults_are_those_of_table_5():
     args = [parsed(method, *SOURCES[method]) for method in ("sweet", "mtdpo", "rft")]
     assert [method.batch_size for method in args] == [8, 8, 32]
     assert [method.epochs for method in args] == [1, 4, 4]
-    assert all(method.lr == 2e-7 for method in args)
+    assert all((method.lr, method.beta, method.nll) == (2e-7, 0.1, 0.01) for method in args)
+    critic = train_critic.parse_args(["--episodes", "e", "--model", "m", "--output", "o"])
+    assert (critic.batch_size, critic.epochs, critic.lr) == (8, 4, 2e-7)
+    assert (critic.beta, critic.nll) == (0.1, 0.01)
+
+
+def test_defaults_are_those_of_section_4():
+    sweet = parsed("sweet", *SOURCES["sweet"])
+    assert (sweet.num_candidates, sweet.pairs_per_state, sweet.pairing) == (16, 4, "halves")
+    assert (sweet.loss, sweet.reference, sweet.data_fraction) == ("sigmoid", "privileged", 0.1)
+    critic = train_critic.parse_args(["--episodes", "e", "--model", "m", "--output", "o"])
+    assert (critic.head, critic.normalise) == ("logratio", "turn")
+    assert (critic.privileged, critic.pairs) == ("ground_truth", "best_vs_rest")
+
+
+def test_few_states_of_each_task_are_drawn_with_a_seed():
+    texts = ("t", *("q", "r") * 5, "x")
+    states = list(states_of(episode(f"t{task}", 1.0, sample, texts)
+                            for task in range(4) for sample in range(task)))
+
+    def drawn(seed):
+        return [(one["task"]["task_id"], one["sample"], turn)
+                for one, turn, _ in few_per_task(states, 8, seed)]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert len(set(drawn(0))) == len(drawn(0))
+    assert Counter(task for task, *_ in drawn(0)) == {"t1": 6, "t2": 8, "t3": 8}
 
 
 # -----------------------------------------------------------------------------
@@ -351,7 +380,7 @@ def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
                 episode("t", 0.0, 1, ("t", "why?", "so", "longer", "r", "no"))]
     items, args = baseline_items("mtdpo", episodes, "--nll", "0")
     # its rows are dialogues with all their turns, as the critic's are
-    as_read = [dialogue_row(READER, one)[0] for one in episodes]
+    as_read = [dialogue_row(READER, one) for one in episodes]
     assert len(items) == 1 and items[0].pairs == [(0, 1)]
     assert list(map(vars, items[0].rows)) == list(map(vars, as_read))
     assert [row.turns for row in items[0].rows] == [2, 3]
@@ -389,7 +418,7 @@ def test_supervised_training_weighs_every_token_alike_however_long_its_dialogue(
     items = []
     for messages in (dialogue("task", "a"),
                      dialogue("task", "what is it?", "this", "a much longer answer")):
-        row, _ = encode_row(READER, messages, [True] * 3)
+        row = encode_row(READER, messages, [True] * 3)
         items.append(Item([row], []))
         sums, counts = turn_sums(model, [row])
         total, length = total + sums.sum().item(), length + counts.sum().item()

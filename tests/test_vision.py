@@ -244,7 +244,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
-    row, _ = train_critic.dialogue_row(reopened.reader, episode)
+    row = train_critic.dialogue_row(reopened.reader, episode)
     means = []
     for turn in range(3):
         end = max(index for index, found in enumerate(row.turn_index) if found == turn)
@@ -301,14 +301,14 @@ def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_o
 def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
     reopened, _ = critic
     episode = page_episode(page_task(), ["one page " * 20, "another", "the last"], 0.5)
-    whole, _ = train_critic.dialogue_row(reopened.reader, episode)
+    whole = train_critic.dialogue_row(reopened.reader, episode)
     shorter = reopened.reader._replace(max_length=len(whole.ids) - 1)
-    row, dropped = train_critic.dialogue_row(shorter, episode)
+    row = train_critic.dialogue_row(shorter, episode)
     opening = whole.turn_index.index(0)
-    assert dropped == 1 and row.ids[:opening] == whole.ids[:opening]
+    assert row.dropped == 1 and row.ids[:opening] == whole.ids[:opening]
     assert row.ids[:opening].count(reopened.model.config.image_token_id) > 4
     tiny_limit = reopened.reader._replace(max_length=20)
-    assert train_critic.dialogue_row(tiny_limit, episode)[0] is None
+    assert train_critic.dialogue_row(tiny_limit, episode) is None
 
 
 def training_flags(episodes, model, output, *more):

@@ -754,7 +754,7 @@ def page_topic(messages):
 
 
 def toy_model(tokenizer, seed):
-    """A Llama of 0.7 million random parameters for the toy's tokenizer."""
+    """A Llama of 0.6 to 0.8 million random parameters for the toy's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
