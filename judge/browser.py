@@ -428,19 +428,27 @@ def tailwind_link(script):
 
 
 def placeholder_picture(address):
-    """A PNG of the size that the address asks for, in one colour made from the address."""
+    """A PNG of the size that the address asks for, in one colour made from the rest of it."""
+    identity = re.search(r"/id/\d+|/seed/[^/?]+|/photo-[^?]*", address)
+    path = address.split("//", 1)[-1]
+    if identity:
+        path = path.replace(identity.group(), "", 1)
     # Sizes are written /300/200, /300x200, /300 (a square) or ?w=300&h=200.
-    path = re.sub(r"/id/\d+|/seed/[^/]+|/photo-[^?]*", "", address.split("//", 1)[-1])
     size = re.search(r"/(\d+)(?:[/x](\d+))?", path)
     if not size:
-        size = re.search(r"[?&]w=(\d+)(?:.*[?&]h=(\d+))?", address)
+        size = re.search(r"[?&]w=(\d+)(?:.*[?&]h=(\d+))?", path)
     width, height = "800", "600"
     if size:
         width = size.group(1)
         height = size.group(2) or width
     width = max(1, min(int(width[:6]), 2000))
     height = max(1, min(int(height[:6]), 2000))
-    digest = hashlib.sha256(address.encode()).digest()
+    # a picture keeps its colour in another size, as a photo would
+    if identity:
+        picture = identity.group()
+    else:
+        picture = path.replace(size.group(), "", 1) if size else path
+    digest = hashlib.sha256(picture.encode()).digest()
     colour = bytes(64 + byte // 2 for byte in digest[:3])
 
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, into a palette

@@ -22,7 +22,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-MATRICES = "lora.safetensors"  # in a checkpoint directory, beside the merged weights
+# in a checkpoint directory, beside the merged weights; not *.safetensors, all of which vLLM would
+# load as weights of the model
+MATRICES = "lora.matrices"
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -244,6 +244,23 @@ def test_placeholder_pictures_have_the_size_asked_for_within_caps(address, size)
     assert picture.convert("RGB").getpixel((0, 0)) != (0, 0, 0)
 
 
+@pytest.mark.parametrize("address, same, other", [
+    ("https://picsum.photos/id/48/300/200", "https://picsum.photos/id/48/800",
+     "https://picsum.photos/id/49/300/200"),
+    ("https://images.unsplash.com/photo-1-a?w=640&h=480",
+     "https://images.unsplash.com/photo-1-a?w=64&h=48",
+     "https://images.unsplash.com/photo-2-a?w=640&h=480"),
+    ("https://source.unsplash.com/320x240/?cat", "https://source.unsplash.com/32x24/?cat",
+     "https://source.unsplash.com/320x240/?dog"),
+])
+def test_a_placeholder_has_one_colour_in_all_sizes_and_another_picture_another(
+        address, same, other):
+    pillow = pytest.importorskip("PIL.Image")
+    colours = [pillow.open(io.BytesIO(placeholder_picture(one))).convert("RGB").getpixel((0, 0))
+               for one in (address, same, other)]
+    assert colours[0] == colours[1] != colours[2]
+
+
 def test_pictures_of_a_page_are_drawn(browser):
     picture = '<img src="https://picsum.photos/id/48/300/200" style="display:block">'
     png = browser.render(f'<html><body style="margin:0">{picture}</body></html>')

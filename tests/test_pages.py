@@ -261,7 +261,7 @@ def tall_page(last_colour):
 
 def test_clip_batches_equal_single_pages_and_solutions_are_embedded_once(tiny_clip):
     clip = ClipReward(tiny_clip, batch_size=2)
-    addresses = [f"https://picsum.photos/{width}/90" for width in (60, 90, 120)]
+    addresses = [f"https://picsum.photos/id/{width}/{width}/90" for width in (60, 90, 120)]
     pictures = [placeholder_picture(address) for address in addresses]
     together = clip.similarities(pictures, [pictures[0]] * 3)
     assert together[0] == pytest.approx(1.0, abs=1e-5)

@@ -61,5 +61,5 @@ def test_a_short_run_of_the_paper_scale_recipe_goes_from_episodes_to_a_report(do
 def test_a_short_run_of_the_recipe_for_one_gpu_goes_from_episodes_to_a_report(tmp_path):
     results = short_run("backend_1gpu", "backend", tmp_path)
     assert {"sweet", "base"} <= set(results["policies"])
-    assert (tmp_path / "critic/lora.safetensors").is_file()
+    assert (tmp_path / "critic/lora.matrices").is_file()
     assert (tmp_path / "report.html").stat().st_size > 10_000
