@@ -529,12 +529,15 @@ def complete_task(row, where="task"):
     return task
 
 
+TOY_TASKS = 1000  # of an embedded world, unless a number is given
+
+
 def read_tasks(spec, num_tasks=None):
     """Tasks of a file, or of an embedded world: `toy:backend:train`, `toy:frontend:test`, ..."""
     if spec.startswith("toy:"):
         from toy.world import toy_tasks  # late: the toy world imports this file
 
-        return toy_tasks(spec, num_tasks or 1000)
+        return toy_tasks(spec, num_tasks or TOY_TASKS)
     tasks, first_seen = [], {}
     for where, row in read_jsonl(spec):
         task = complete_task(row, where)
@@ -763,7 +766,13 @@ def end_of_turn(tokenizer):
             f"{tokenizer.name_or_path}: the chat template closes no agent turn, so a model cannot"
             " tell when to stop; expected a template like Llama's")
     token = tokenizer.encode(closing, add_special_tokens=False)[0]
-    return token, tokenizer.decode([token])
+    text = tokenizer.decode([token])
+    if token not in tokenizer.added_tokens_decoder:
+        raise UnnestedTemplate(
+            f"{tokenizer.name_or_path}: the chat template closes an agent turn with the ordinary"
+            f" text {text!r}, which a turn may hold itself; expected a token of its own, as"
+            " Llama's template has")
+    return token, text
 
 
 def render(tokenizer, messages, add_generation_prompt=True):

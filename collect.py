@@ -32,7 +32,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from colbench import (
-    DOMAINS, MAX_TURNS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
+    DOMAINS, MAX_TURNS, TOY_TASKS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
     counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
     split_message, without_thoughts)
 from judge.sandbox import ANSWER_MARKER, TOO_SLOW
@@ -363,7 +363,7 @@ def add_rollout_flags(parser):
     group = parser.add_argument_group("tasks")
     add("--tasks", help="task file, or toy:backend:train, toy:frontend:test, ...")
     add("--num_tasks", type=int,
-        help="play only the first NUM_TASKS tasks (default: all; of a toy world 1000)")
+        help=f"play only the first NUM_TASKS tasks (default: all; of a toy world {TOY_TASKS})")
     add("--skip_unsolvable", action="store_true",
         help="omit tasks that their own solution cannot solve")
     add("--seed", type=int, default=0, help="seed of all sampling")
@@ -410,6 +410,8 @@ def check_rollout_flags(parser, args):
                      "reply_chars", "batch_size")
     require_at_least(0, args, "temperature", "human_temperature", "seed")
     refuse_ignored_words(parser, args, args.human or "scripted")
+    if args.num_tasks is None and args.tasks.startswith("toy:"):
+        args.num_tasks = TOY_TASKS  # recorded, since a smaller number would lose finished episodes
 
 
 def rollout_tasks(args, process):
@@ -492,7 +494,7 @@ def rollout_settings(args, tasks, process):
         rules=rules,
         referee=RefereeSettings(args.judge, args.require_protection, workers, args.clip,
                                 args.clip_crop, process.device),
-        notes={"agent": args.agent, "human": human_spec})
+        notes={"agent": args.agent, "human": args.human_model or human_spec})
 
 
 def refuse_ignored_words(parser, args, human_spec):

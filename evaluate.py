@@ -198,6 +198,8 @@ def score(policies, settings):
             "seeds": len(runs), "episodes": sum(len(run) for run in runs),
             "success_by_seed": [mean_or_none(run) for run in tables["success"]],
             "reward_by_seed": [mean_or_none(run) for run in tables["reward"]],
+            "humans": sorted({episode["human"] for run in runs for episode in run
+                              if episode["human"]}),
             "agent": runs[0][0]["agent"], "best_of_n": runs[0][0].get("best_of_n"),
             "scorer": runs[0][0].get("scorer"),
             "errors": Counter(episode["error"] for run in runs for episode in run

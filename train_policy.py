@@ -207,8 +207,11 @@ def main(args):
     refuse_page_flags(args, episodes)
     tokenizer = open_tokenizer(args, episodes)
     reader = Reader(tokenizer, "none", args.max_length)  # the policy never sees the solution
+    # fail now rather than after hours of sampling: a critic, or a chat template, that does not fit
     if args.critic:
-        check_critic(args)  # fail now rather than after hours of sampling
+        check_critic(args)
+    if episodes:
+        dialogue_row(reader, max(episodes, key=lambda episode: episode["turns"]))
     inputs = [*args.episodes, *args.privileged_episodes, args.candidates, args.agent_prompt,
               *records(args.model, args.critic)]
     claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
@@ -316,8 +319,9 @@ def sample_states(args, episodes, process):
                          f" --data_fraction {args.data_fraction} with --states {args.states},"
                          " expected at least one; raise the fraction or take all states")
 
-    settings = SpeakerSettings(args.sampler_model, args.temperature, args.max_new_tokens,
-                               args.sampling_batch_size, process.device, args.dtype)
+    settings = SpeakerSettings(args.sampler_model or args.model, args.temperature,
+                               args.max_new_tokens, args.sampling_batch_size, process.device,
+                               args.dtype)
     sampling = Sampling(args.sampler or args.model, settings, args.num_candidates, args.seed)
     return sample_candidates(states, sampling, args.output, process)
 
@@ -604,7 +608,7 @@ def parse_args(argv=None):
         " can take")
     add("--sampler", help="server that samples for the policy, http://host:port/v1 (default:"
         " --model here)")
-    add("--sampler_model", help="model name to ask that server for")
+    add("--sampler_model", help="model name to ask that server for (default: --model)")
     add("--stop_after", choices=("sampling",),
         help="end once all candidates are sampled, so that their server can make room; the same"
         " command without this flag continues")

@@ -14,7 +14,7 @@ import io
 import re
 
 from judge.browser import PageError
-from judge.sandbox import Grade
+from judge.sandbox import SOLUTION_FAILED, Grade
 
 # -----------------------------------------------------------------------------
 # Pages in texts
@@ -89,7 +89,7 @@ def grade_page(task, answer, draw, clip=None):
     try:
         solution = draw(solution_page(task["ground_truth"]))
     except PageError as error:
-        return Grade(0.0, None, {"solution": str(error)})
+        return Grade(0.0, None, {"page": SOLUTION_FAILED, "solution": str(error)})
     if clip:
         reward = clip.similarities([picture], [solution])[0]
     else:

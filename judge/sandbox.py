@@ -747,8 +747,10 @@ def drop_user(folder: str) -> bool:
 
 def readable_paths() -> list[str]:
     """What answers may read: the interpreter, its packages, shared libraries, time zones."""
+    # a .pth file, such as that of an editable install, can put any folder on sys.path
+    roots = (os.path.join(sys.prefix, ""), os.path.join(sys.base_prefix, ""))
     paths = [
-        *sys.path,
+        *(path for path in sys.path if path.startswith(roots)),
         os.path.join(sys.base_prefix, "lib"),
         *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
         "/lib",

@@ -191,10 +191,9 @@ def policy_facts(name, episodes, files, starts):
     if (first.get("best_of_n") or 1) > 1:
         what.append(f"each turn the best of {first['best_of_n']} candidates, chosen by"
                     f" {first.get('scorer')}")
-    human = " ".join(str(part) for part in (first.get("human"), flags.get("human_model")) if part)
     finished = time.strftime("%Y-%m-%d", time.gmtime(Path(files[0]).stat().st_mtime))
     facts = {
-        "Model": from_here(agent), "Tasks": flags.get("tasks"), "Human": human,
+        "Model": from_here(agent), "Tasks": flags.get("tasks"), "Human": first.get("human"),
         "Judge": flags.get("judge"),
         "Last played": finished, "Commit": run.get("commit"),
         "Versions": ", ".join(f"{key} {value}" for key, value in run.get("versions", {}).items()),

@@ -76,7 +76,7 @@ def verdict(results):
     if others:
         sentences.append(f"{first} leads {'; '.join(others)}.")
     return [*sentences, *tasks_nobody_solves(results), *stopped_dialogues(results),
-            *silent_policies(results)]
+            *silent_policies(results), *different_humans(results)]
 
 
 def is_ahead(pair):
@@ -121,6 +121,16 @@ def silent_policies(results):
             sentences.append(f"{100 * silent['value']:.0f} % of the episodes of {name} end without"
                              " an answer: its success says little about its answers.")
     return sentences
+
+
+def different_humans(results):
+    """A sentence where not all dialogues were held with the same human."""
+    humans = sorted({human for policy in results["policies"].values()
+                     for human in policy["humans"]})
+    if len(humans) < 2:
+        return []
+    return [f"The dialogues were held with different humans ({', '.join(humans)}), so differences"
+            " between policies may be due to them."]
 
 
 class Table(typing.NamedTuple):

@@ -25,6 +25,10 @@ TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 1000)
 TRAINING=(--length_window 16) # ranks wait less for long dialogues
 SAMPLING=(--sampling_batch_size 256)
 TOKENS=()
+PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
+# the official ones: --episodes data/colbench_code_offline_15k_llama8b.jsonl --agent_prompt FILE;
+# then omit step 1
+EPISODES=(--episodes "$OUT/episodes.jsonl")
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 if [ -n "${SHORT:-}" ]; then
   RUN=python
@@ -38,12 +42,12 @@ if [ -n "${SHORT:-}" ]; then
 fi
 
 play() { # NAME AGENT
-  $RUN evaluate.py "${TEST[@]}" --name "$1" --agent "$2" "${TOKENS[@]}" --human "$HUMAN_URL" \
-    --human_model "$HUMAN" --output "$OUT/test/$1"
+  $RUN evaluate.py "${TEST[@]}" --name "$1" --agent "$2" "${TOKENS[@]}" "${PROMPTS[@]}" \
+    --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/test/$1"
 }
 policy() { # METHOD FLAGS...
-  $RUN train_policy.py --method "$1" --episodes "$OUT/episodes.jsonl" --model "$MODEL" \
-    --output "$OUT/$1" "${TRAINING[@]}" "${@:2}"
+  $RUN train_policy.py --method "$1" "${EPISODES[@]}" --model "$MODEL" --output "$OUT/$1" \
+    "${TRAINING[@]}" "${@:2}"
 }
 
 # 0. the model as it is (22.4 % in the paper): if the human or the prompts do not fit, it shows
@@ -51,20 +55,18 @@ policy() { # METHOD FLAGS...
 play base "$MODEL"
 
 # 1. episodes: 5,000 tasks three times
-#    (the official ones are data/colbench_code_offline_15k_llama8b.jsonl)
-$RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${TOKENS[@]}" \
+$RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${TOKENS[@]}" "${PROMPTS[@]}" \
   --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/episodes.jsonl"
 
 # 2. critic
-$RUN train_critic.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" --output "$OUT/critic" \
-  "${TRAINING[@]}"
+$RUN train_critic.py "${EPISODES[@]}" --model "$MODEL" --output "$OUT/critic" "${TRAINING[@]}"
 
 # 3. policy, and what the paper compares it with. A server samples faster than the scripts do: give
 #    sweet `--sampler URL --stop_after sampling` while one runs on the same GPUs, stop it, and run
 #    the same command without --stop_after
 policy sweet --critic "$OUT/critic" "${SAMPLING[@]}" "${TOKENS[@]}"
 policy mtdpo
-policy rft --batch_size 32
+policy rft
 
 # 4. the table and the report
 for name in sweet mtdpo rft; do

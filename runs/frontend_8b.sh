@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # The paper's frontend setting: WebSight tasks, a Qwen2-VL-72B human behind a URL that sees both
 # screenshots, CLIP reward.
+#   apt-get install chromium     (on each node; also where the critic is trained, which sees pages)
+#   pip install datasets && python -c '
+#     from datasets import load_dataset
+#     rows = load_dataset("HuggingFaceM4/WebSight", "v0.2", split="train", streaming=True)
+#     rows = rows.select_columns(["text", "llm_generated_idea"]).take(10500)
+#     import json; print(*map(json.dumps, rows), sep="\n")' > websight_rows.jsonl
 #   python colbench.py websight websight_rows.jsonl data/frontend_{train,test}.jsonl
 #   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8 --generation-config vllm
 #     (elsewhere: HUMAN_URL; two pictures a request)
-# websight_rows.jsonl: the fields text and llm_generated_idea of the first 10,500 rows of
-# HuggingFaceM4/WebSight, v0.2.
 #
 # RUN, NODE, OUT, GLOO_SOCKET_IFNAME for one H200, eight GPUs, two nodes: as runs/backend_8b.sh has
 # them. Estimated (docs/scaling.md): 8 to 10 hours on eight GPUs, disk as there.
@@ -25,7 +29,7 @@ PLAYING=(--batch_size 16)
 TRAINING=(--length_window 16)
 CRITIC_TRAINING=(--epochs 8 --max_length 16384) # a picture of the solution takes some 6,500 tokens
 SAMPLING=(--sampling_batch_size 16)
-EPOCHS=(--epochs 8)
+RFT=(--epochs 8)
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 if [ -n "${SHORT:-}" ]; then
   RUN=python
@@ -38,8 +42,17 @@ if [ -n "${SHORT:-}" ]; then
   TRAINING=(--length_window 4 --max_steps 4)
   CRITIC_TRAINING=()
   SAMPLING=(--num_candidates 4 --states_per_task 1 --max_new_tokens 200)
-  EPOCHS=(--success_reward 0.5)
+  RFT=(--success_reward 0.5)
 fi
+
+play() { # NAME AGENT
+  $RUN evaluate.py "${TEST[@]}" --name "$1" --agent "$2" --human "$HUMAN_URL" \
+    --human_model "$HUMAN" "${PLAYING[@]}" --output "$OUT/test/$1"
+}
+
+# 0. the model as it is (cosine 72.4 in the paper): if the human or the prompts do not fit, it shows
+#    here, before hours of training
+play base "$MODEL"
 
 # 1. episodes: 1,000 tasks six times
 $RUN collect.py "${TRAIN[@]}" --agent "$MODEL" --human "$HUMAN_URL" --human_model "$HUMAN" \
@@ -56,15 +69,14 @@ policy() { # METHOD FLAGS...
 }
 policy sweet --critic "$OUT/critic" "${SAMPLING[@]}"
 policy mtdpo --pairs all --margin 0.1 --epochs 8
-policy rft --batch_size 32 "${EPOCHS[@]}"
+policy rft "${RFT[@]}"
 
 # 4. 500 test pages; against GPT-4o's episodes, this gives the paper's win rate
 for name in sweet mtdpo rft; do
-  $RUN evaluate.py "${TEST[@]}" --agent "$OUT/$name" --human "$HUMAN_URL" --human_model "$HUMAN" \
-    "${PLAYING[@]}" --output "$OUT/test/$name"
+  play "$name" "$OUT/$name"
 done
 if [ "${NODE:-0}" = 0 ]; then
   python evaluate.py --episodes "$OUT/test/sweet/sweet.jsonl" \
-    --against "$OUT/test/mtdpo/mtdpo.jsonl" "$OUT/test/rft/rft.jsonl" \
+    --against "$OUT"/test/{mtdpo/mtdpo,rft/rft,base/base}.jsonl \
     --output "$OUT/test" --report "$OUT/test/report.html"
 fi

@@ -92,6 +92,8 @@ class LocalSpeaker(Speaker):
             del self.kept[next(iter(self.kept))]
 
     def count_tokens(self, texts):
+        if not texts:  # which a tokenizer refuses
+            return 0
         return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     @torch.inference_mode()

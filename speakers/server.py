@@ -21,7 +21,8 @@ MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the serv
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
 TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a retry
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
-WRONG_ADDRESS_STATUS = (401, 403, 404)  # before any answer: the key, the path, the model's name
+# before any answer: the key, the path, the model's name, or an address that has moved
+WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
@@ -173,7 +174,7 @@ class ServerSpeaker(Speaker):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
+            with OPENER.open(request, timeout=timeout) as response:
                 return json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
@@ -237,6 +238,16 @@ class ServerSpeaker(Speaker):
             raise SystemExit(f"{self.url}: found no server ({reason}), expected one that answers;"
                              " start it or correct the address, then rerun the command")
         return []  # requests have more patience with its faults
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the API key to another host; here it is an HTTP error."""
+
+    def redirect_request(self, *_):
+        return None
+
+
+OPENER = urllib.request.build_opener(NoRedirects)
 
 
 class WrongAddress(SpeakerError):

@@ -141,6 +141,8 @@ class VisionSpeaker(Speaker):
         return [utterances[start:start + n] for start in range(0, len(utterances), n)]
 
     def count_tokens(self, texts):
+        if not texts:
+            return 0
         encoded = self.processor.tokenizer(texts, add_special_tokens=False)
         return sum(len(ids) for ids in encoded["input_ids"])
 

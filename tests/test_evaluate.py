@@ -405,6 +405,16 @@ def test_official_rows_work_as_they_are(tmp_path):
     assert numbers["pass^2"]["value"] == pytest.approx(1 / 3)
 
 
+def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, capsys):
+    policies = {name: [episode(task, human=human) for task in range(3)]
+                for name, human in (("a", "llama"), ("b", "llama"), ("c", "qwen"), ("d", None))}
+    c = policies.pop("c")
+    evaluated(tmp_path, **policies)
+    assert "different humans" not in capsys.readouterr().out
+    evaluated(tmp_path, **policies, c=c)
+    assert "held with different humans (llama, qwen), so" in capsys.readouterr().out
+
+
 def test_same_seed_gives_the_same_files_byte_for_byte(tmp_path):
     rows, report = [episode(task, reward=task / 9) for task in range(10)], tmp_path / "report.html"
     files = [report, tmp_path / "results.json", tmp_path / "results.md"]

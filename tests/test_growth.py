@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, metrics, run_script, weights, write_episodes
 
+import collect
 from stages.processes import Process
 from stages.record import changes_since, claim_output
 
@@ -43,6 +44,13 @@ def test_an_output_never_shrinks_and_other_flags_are_still_refused(tmp_path):
     other = rollout(path, "--num_tasks", 4, "--seed", 1, check=False)
     assert "differs in num_tasks" in fewer.stderr
     assert "differs in seed" in other.stderr
+
+
+def test_a_toy_world_without_a_number_of_tasks_is_no_more_than_its_default(tmp_path):
+    more = ["--tasks", "toy:backend:train", "--agent", "scripted", "--output", "o"]
+    all_tasks = vars(collect.parse_args(more))
+    before = {"flags": all_tasks | {"num_tasks": all_tasks["num_tasks"] + 1}, "inputs": {}}
+    assert changes_since(before, all_tasks, {}, ()) == (["num_tasks"], False)
 
 
 def test_no_limit_is_more_than_any_number():

@@ -489,6 +489,15 @@ def test_a_template_without_a_closing_token_is_refused():
     assert render(byte_tokenizer(), dialogue("a"))
 
 
+def test_a_template_that_closes_turns_with_a_line_break_is_refused():
+    turn = "{{ '<start>' + m['role'] + '\n' + m['content'] + '\n' }}"
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}" + turn + "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}")
+    with pytest.raises(SystemExit, match=r"ordinary text '\\n'.*expected a token of its own"):
+        encode_dialogue(tokenizer, dialogue("a", "b"))
+
+
 # -----------------------------------------------------------------------------
 # Checkpoints
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -382,6 +383,30 @@ HOSTILE = {
     "traces": "1 / (1 + ctypes.CDLL(None).ptrace(0, 0, 0, 0))",
     "forks by number": "1 / (1 + ctypes.CDLL(None).syscall(57))",
 }
+
+
+GRADE_A_READER = """\
+import json, sys
+sys.path.insert(0, {root!r})
+from judge.sandbox import Judge
+task = {{"ground_truth": "def f():\\n    return 'secret'", "test_cases": {{"t": "f()"}}}}
+answer = "def f():\\n    return open({path!r}).read()"
+with Judge(1) as judge:
+    print(json.dumps(judge.grade(task, answer).reasons))
+"""
+
+
+@needs_linux
+def test_a_folder_that_a_pth_file_puts_on_the_path_is_closed_to_answers(judge, tmp_path):
+    assert judge.status["files"]
+    venv.create(tmp_path / "venv")
+    data, = (tmp_path / "venv").glob("lib/python*/site-packages")
+    data.joinpath("editable.pth").write_text(f"{tmp_path}\n")
+    (tmp_path / "secret.txt").write_text("secret")
+    script = GRADE_A_READER.format(root=str(ROOT), path=str(tmp_path / "secret.txt"))
+    done = subprocess.run([tmp_path / "venv/bin/python", "-c", script],
+                          capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"t": "raised PermissionError"}
 
 
 @needs_linux

@@ -222,6 +222,7 @@ def test_a_solution_that_cannot_be_drawn_is_named_as_the_reason(browser):
     task = {"ground_truth": "x" * 10**6}
     grade = grade_page(task, PAGE, browser.render)
     assert grade.reward == 0.0
+    assert grade.reasons["page"] == "solution failed"  # so that evaluate.py counts it
     assert "characters" in grade.reasons["solution"]
 
 

@@ -383,7 +383,7 @@ def unknown(status, answers=0):
         yield server
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize("status", [401, 403, 404, 302, 308])
 def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_were_answered(
         impatient, status):
     with unknown(status) as server:
@@ -874,6 +874,26 @@ def test_a_line_break_after_the_api_key_is_dropped_and_an_unusable_key_is_not_qu
             with pytest.raises(SystemExit, match="OPENAI_API_KEY: found a key with") as end:
                 load_speaker(server.url)
             assert "secret" not in str(end.value) and "sk-" not in str(end.value)
+
+
+class Moved(Handler):
+    """Sends every request on to another server."""
+
+    def do_GET(self):
+        self.reply(302, b"", headers=[("Location", self.server.elsewhere + "/models")])
+
+    def do_POST(self):
+        self.body()
+        self.do_GET()
+
+
+def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
+    with running(echo) as server, running(echo) as other:
+        server.RequestHandlerClass, server.elsewhere = Moved, other.url
+        speaker = load_speaker(server.url)
+        assert "HTTP 302" in str(speaker.speak(CONVERSATIONS[:1])[0])
+        assert other.seen_keys == set()
 
 
 # -----------------------------------------------------------------------------
