@@ -584,8 +584,8 @@ def complete_episode(row, where="episode"):
     episode |= {"task": task, "success": success, "turns": len(history) // 2, "error": error}
     for key, kind in (("sample", int), ("leak", (int, float)), ("reasons", dict)):
         expect(episode, key, kind, where)
-    for key, kind in (("answer", str), ("agent_prompt", str), ("agent_tokens", int),
-                      ("max_turns", int), ("advantages", list), ("credits", list)):
+    for key, kind in (("answer", str), ("agent", str), ("human", str), ("agent_prompt", str),
+                      ("agent_tokens", int), ("max_turns", int), ("advantages", list), ("credits", list)):
         expect(episode, key, kind, where, optional=True)
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"

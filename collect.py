@@ -409,7 +409,7 @@ def check_rollout_flags(parser, args):
     require_at_least(1, args, "num_tasks", "max_new_tokens", "human_max_new_tokens", "max_turns",
                      "reply_chars", "batch_size")
     require_at_least(0, args, "temperature", "human_temperature", "seed")
-    refuse_ignored_words(parser, args, args.human or "scripted")
+    refuse_party_flags(parser, args, args.human or "scripted")
     if args.num_tasks is None and args.tasks.startswith("toy:"):
         args.num_tasks = TOY_TASKS  # recorded, since a smaller number would lose finished episodes
 
@@ -497,8 +497,8 @@ def rollout_settings(args, tasks, process):
         notes={"agent": args.agent, "human": args.human_model or human_spec})
 
 
-def refuse_ignored_words(parser, args, human_spec):
-    """Names of models that no server is asked for, and what scripted parties never read."""
+def refuse_party_flags(parser, args, human_spec):
+    """Refuse model names without a server, and sampling flags of scripted parties."""
     for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
         if not is_server(spec):
             refuse_ignored(parser, args, [name], f"because {spec} is not the address of a server")

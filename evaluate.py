@@ -128,7 +128,7 @@ def shared_tasks(policies):
 
 
 def episode_numbers(episode, leak_threshold, in_tokens):
-    """What one episode counts for; a number that is absent does not count."""
+    """The numbers of one episode; means omit those that it lacks."""
     if episode["error"]:
         return {"errors": 1.0}
     numbers = {"errors": 0.0, "reward": float(episode["reward"]), "turns": float(episode["turns"])}

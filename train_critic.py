@@ -654,7 +654,7 @@ class TrainingLoop:
             self.saved = time.monotonic()
 
     def save(self, tokenizer, agent_prompt):
-        """The checkpoint; then the state goes, unless --max_steps has cut the run."""
+        """Save the checkpoint, then remove the state, unless --max_steps has cut the run."""
         output = self.settings.output
         save_checkpoint(output, self.model, tokenizer, agent_prompt, self.process)
         if self.process.leads and self.last == len(self.batches):
@@ -994,8 +994,7 @@ def toy_credit_metrics(output, episodes, args, device):
 # -----------------------------------------------------------------------------
 # Command line
 
-COST_FLAGS = ("micro_batch_size", "sampling_batch_size", "checkpointing_every", "reshard",
-              "save_minutes", "stop_after")
+COST_FLAGS = ("micro_batch_size", "checkpointing_every", "reshard", "save_minutes")
 
 
 def add_training_flags(parser, epochs, batch_size):

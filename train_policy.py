@@ -214,7 +214,8 @@ def main(args):
         dialogue_row(reader, max(episodes, key=lambda episode: episode["turns"]))
     inputs = [*args.episodes, *args.privileged_episodes, args.candidates, args.agent_prompt,
               *records(args.model, args.critic)]
-    claim_output(output / "run.json", vars(args), inputs, process, COST_FLAGS)
+    claim_output(output / "run.json", vars(args), inputs, process,
+                 (*COST_FLAGS, "sampling_batch_size", "stop_after"))
     if is_complete(output, args.max_steps, process):
         return
 
@@ -610,8 +611,8 @@ def parse_args(argv=None):
         " --model here)")
     add("--sampler_model", help="model name to ask that server for (default: --model)")
     add("--stop_after", choices=("sampling",),
-        help="end once all candidates are sampled, so that their server can make room; the same"
-        " command without this flag continues")
+        help="stop after sampling, for example to end the server; the same command without this"
+        " flag ranks and trains")
     add("--reference", choices=("privileged", "plain"), default="privileged",
         help="whether the reference of the ranking sees the solution (paper) or not (official)")
     add = parser.add_argument_group("pairs of candidates (sweet)").add_argument

@@ -397,7 +397,7 @@ def critic_chart(run):
 
 
 def calibration_chart(episodes):
-    """How many of the turns with an advantage of so much truly help; None where that is unknown."""
+    """Share of truly helpful turns in groups of equal advantage; None without true credit."""
     scored = []  # (advantage, whether the turn truly helps)
     for found in episodes.values():
         for episode in found:

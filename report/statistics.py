@@ -22,8 +22,9 @@ GAP = (-1.0, 1.0)  # that of a difference of two shares
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    A bootstrap of equal outcomes has no width. Then up to Wilson's bound for 0 of `count` could be
-    otherwise: as low or as high as `limits` allow. For 0 or 1 this is Wilson's interval itself.
+    A bootstrap of equal outcomes has no width. Then a share of the tasks, Wilson's upper bound for
+    0 of `count`, is taken to have the least or the greatest value of `limits`. For outcomes of 0 or
+    1 this is Wilson's interval itself.
     Without limits one task has no interval, since its samples do not tell how other tasks differ.
     """
     if count == 1 and not limits:

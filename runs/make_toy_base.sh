@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train toy/base (DOMAIN=frontend: toy/base_frontend), the tiny policy that the embedded world
-# starts from. It imitates a noisy demonstrator. In the informed dialogues the solution stands in
-# front and is followed, so that the model can read one, as a pretrained model can.
+# starts from. It imitates a noisy demonstrator. Informed dialogues begin with the solution and
+# follow it; they teach the model to use a solution in its context, as a pretrained model can.
 #
 # The base knows all topics by name and nothing of what they hide, so it serves any number of them.
 # For one that knows: AGENT=scripted:knowing TOPICS=64 BASE=runs/out/base_64 runs/make_toy_base.sh

@@ -41,8 +41,7 @@ class Speaker:
     "content": ...}, whose content is a text, or a list of parts in the OpenAI format (pictures).
     """
 
-    # whether it reads the plain dialogue history, as scripted humans do, in place of the messages
-    # that a human model reads
+    # as a human: whether it reads the dialogue history (scripted humans), or `Referee.human_view`
     reads_history = False
     given_up = None  # why it is no longer asked, such as a server that is down
     has_answered = True  # whether it has answered anything so far
