@@ -556,7 +556,7 @@ def read_tasks(spec, num_tasks=None):
 
 
 def complete_episode(row, where="episode"):
-    """An episode with every field filled in; the official trajectory file's rows become one too."""
+    """A checked episode, with defaults for what rows of the official trajectory file lack."""
     row = without_nulls(row)
     task = complete_task(expect(row, "task", dict, where), f"{where}, task")
     history = expect(row, "dialogue_history", list, where)
@@ -585,7 +585,8 @@ def complete_episode(row, where="episode"):
     for key, kind in (("sample", int), ("leak", (int, float)), ("reasons", dict)):
         expect(episode, key, kind, where)
     for key, kind in (("answer", str), ("agent", str), ("human", str), ("agent_prompt", str),
-                      ("agent_tokens", int), ("max_turns", int), ("advantages", list), ("credits", list)):
+                      ("agent_tokens", int), ("max_turns", int), ("advantages", list),
+                      ("credits", list)):
         expect(episode, key, kind, where, optional=True)
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
