@@ -656,8 +656,8 @@ def load_episodes(paths, agent_prompt=None):
         episode["agent_prompt"] = prompt
     if agent_prompt and not without_prompt:
         raise SystemExit(f"{' '.join(map(str, paths))}: found that all episodes have the agent's"
-                         f" instructions, expected some that omit them because of --agent_prompt"
-                         f" {agent_prompt}; omit the flag, or collect with other instructions")
+                         f" instructions, so --agent_prompt {agent_prompt} does nothing, expected"
+                         " some that omit them; omit the flag, or collect with other instructions")
     one_domain([episode["task"] for episode in episodes])
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)

@@ -17,8 +17,8 @@ Reads: task files (see colbench.py). Writes: EPISODES.jsonl, one episode a line,
 EPISODES.jsonl.run.json, the record of the command.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
-the official ones); the human sees the dialogue as a chat with the roles swapped; the agent sees its
-own thoughts before "OUTPUT:" again.
+the official ones). From the official code: the human sees the dialogue as a chat with the roles
+swapped; on pages, the agent sees its own thoughts before "OUTPUT:" again.
 """
 
 import itertools
@@ -342,7 +342,7 @@ def claim_rollout(output, flags, process, cost_flags):
     if Path(output).exists() and not record.is_file():
         raise SystemExit(f"{output}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
-                         " command; choose another one")
+                         " command; choose another --output")
     tasks = flags["tasks"] if Path(flags["tasks"]).is_file() else None
     inputs = [tasks, flags["agent_prompt"], flags["human_prompt"]]
     inputs += records(flags["agent"], flags["human"], flags.get("critic"))
@@ -379,7 +379,8 @@ def add_rollout_flags(parser):
     add("--human", help="model name or directory (for pages: of a vision-language model),"
         " http://host:port/v1, or scripted, the default in a toy world")
     add("--human_model", help="model name to ask a human server for")
-    add("--human_prompt", help="file with the human's instructions")
+    add("--human_prompt", help="file with the human's instructions, with {hidden_information} and"
+        " other text fields of the task in braces (default: ours)")
     add("--uninformed_human", action="store_true",
         help="allow a --human_prompt without {hidden_information}")
     add("--human_temperature", type=float, default=0.0, help="of the human")
@@ -390,13 +391,13 @@ def add_rollout_flags(parser):
     add("--reply_chars", type=int,
         help="cut human replies here (default: 400 backend, 1000 frontend)")
     add("--judge", choices=("fixed", "official"), default="fixed",
-        help="grading semantics: ours, or those of the official code")
+        help="fixed: our grading; official: that of the official code, with its quirks")
     add("--require_protection", action="store_true",
         help="refuse to run if the sandbox lacks a protection")
     add("--clip", help="reward of pages: CLIP model or none (default:"
         " clip-vit-base-patch32; toy: none)")
     add("--clip_crop", choices=("center", "pad"), default="center",
-        help="what CLIP sees of tall pages")
+        help="what CLIP sees of tall pages: the middle square (official code), or all of it")
     add("--batch_size", type=int, default=64,
         help="dialogues played at the same time by each process")
     return names

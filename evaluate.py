@@ -6,8 +6,9 @@ How it works (SWEET-RL section 5):
      an error and nowhere else.
   3. Each 95 % interval is a bootstrap over tasks, and over seeds where a policy has several files.
      Where all outcomes agree, a bootstrap has no width, and Wilson's interval takes its place.
-  4. The best policy is compared with every other one on the same tasks, and those of `--episodes`
-     with those of `--against`: difference, interval, sign test, win rate.
+  4. The best policy is compared with every other one on the same tasks, and each one of
+     `--episodes`, or played here, with each of `--against`: difference, interval, sign test, win
+     rate.
   5. `--best_of_n` lets a critic or a grader model choose each turn among N candidates.
 
     python evaluate.py --episodes sft=runs/sft/episodes.jsonl sweet=runs/sweet/episodes.jsonl \
@@ -498,7 +499,8 @@ def parse_args(argv=None):
                        " (default: --agent_model, or the last part of --agent)")
     group.add_argument("--samples_per_task", type=int, default=1, help="episodes of each task")
     group.add_argument("--best_of_n", type=int, nargs="+", default=[],
-                       help="candidates for each turn: 1 2 4 ...")
+                       help="numbers of candidates for each turn, such as 1 2 4: the tasks are"
+                       " played once for each number")
     group.add_argument("--critic", help="checkpoint of train_critic.py, or grader:SPEC;"
                        " chooses among the candidates; the report shows a checkpoint's advantages")
     group.add_argument("--critic_model", help="model name to ask a grader's server for")
@@ -507,7 +509,8 @@ def parse_args(argv=None):
                        help="share of the solution that a human reply must repeat to be a leak")
     group.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
     group = parser.add_argument_group("output")
-    group.add_argument("--output", help="directory for results.json and results.md")
+    group.add_argument("--output", help="directory for results.json and results.md, and for the"
+                       " episodes that are played here (NAME.jsonl)")
     group.add_argument("--report", help="FILE.html to write the report to")
     group.add_argument("--metrics", nargs="+", default=[],
                        help="[NAME=]metrics.jsonl ... for training curves in the report; alone,"

@@ -889,8 +889,9 @@ def critic_flags(path):
         check_checkpoint(flags["model"])
         for base in records(flags["model"]):
             if record["inputs"].get(base) != file_hash(base):
-                raise SystemExit(f"{path}: found that {base} has changed since, expected the model"
-                                 " that this critic was trained from; train the critic again")
+                raise SystemExit(f"{path}: found that {base} has changed since this critic was"
+                                 " trained, expected the model that it started from; train the"
+                                 " critic again")
     return flags
 
 
@@ -1011,7 +1012,9 @@ def add_training_flags(parser, epochs, batch_size):
         " such as the official ones (default: ours)")
     add = parser.add_argument_group("pairs of episodes").add_argument
     add("--pairs", choices=("best_vs_rest", "success_vs_failure", "all"), default="best_vs_rest",
-        help="which episodes of a task are paired")
+        help="which episodes of a task are paired: best_vs_rest: the best with every worse one, if"
+        " it passed all tests (official code); success_vs_failure: every success with every"
+        " failure; all: every two of different reward")
     add("--success_reward", type=float, default=SUCCESS_REWARD,
         help="least reward of a page that counts as a success")
     add("--margin", type=float, default=0.0,
@@ -1039,9 +1042,9 @@ def add_training_flags(parser, epochs, batch_size):
     add("--max_norm", type=float, default=1.0, help="gradient clipping")
     add_dtype_flag(group)
     add("--lora_rank", type=int, default=0,
-        help="train matrices of this rank beside frozen linear layers (0: all weights)")
+        help="LoRA: train matrices of this rank beside frozen linear layers (0: all weights)")
     add("--lora_alpha", type=float,
-        help="the matrices count alpha / rank times (default: twice the rank)")
+        help="LoRA: the matrices' output is scaled by alpha / rank (default: twice the rank)")
     add("--lora_targets", nargs="+", default=list(LINEAR_LAYERS),
         help="linear layers of the decoder that get matrices")
     add("--length_window", type=int, default=1,

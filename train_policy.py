@@ -618,7 +618,9 @@ def parse_args(argv=None):
     add = parser.add_argument_group("pairs of candidates (sweet)").add_argument
     add("--pairs_per_state", type=int, default=4, help="pairs drawn from a state's candidates")
     add("--pairing", choices=PAIRINGS, default="halves",
-        help="how pairs are drawn (paper: halves)")
+        help="which candidates are paired: halves: one of the better half with one of the worse"
+        " (paper); positive_vs_negative: one of positive with one of negative advantage;"
+        " best_worst: from both ends inwards; random: any two")
     add = parser.add_argument_group("supervised (sft)").add_argument
     add("--privileged_episodes", nargs="+", default=[],
         help="more episodes, trained on with the solution in front, so that a tiny model learns"
