@@ -361,7 +361,8 @@ class BackendReferee(Referee):
     The sandbox runs Python with its standard library (sqlite3 and re included). Answers in another
     language that these can run fit a subclass whose `grade` cuts the code out of the answer
     (extract_code) and wraps it: a task with `ground_truth` and `test_cases` in Python, and the
-    answer as Python.
+    answer as Python. The wrapper imports inside its function, which `--judge official` needs, and
+    raises SyntaxError for what is no code in that language, so that a question is no answer.
     """
 
     def __init__(self, tasks, settings):

@@ -368,7 +368,8 @@ def add_rollout_flags(parser):
         help="omit tasks that their own solution cannot solve")
     add("--seed", type=int, default=0, help="seed of all sampling")
     group = parser.add_argument_group("agent")
-    add("--agent", help="model name or directory, http://host:port/v1, or scripted")
+    add("--agent", help="model name or directory, http://host:port/v1, scripted, or scripted:NAME,"
+        " a function of toy/world.py: SCRIPTED")
     add("--agent_model", help="model name to ask an agent server for")
     add("--agent_prompt", help="file with the agent's instructions (default: the"
         " checkpoint's own, or ours)")
@@ -377,7 +378,8 @@ def add_rollout_flags(parser):
     names.append(add_dtype_flag(group))
     group = parser.add_argument_group("human")
     add("--human", help="model name or directory (for pages: of a vision-language model),"
-        " http://host:port/v1, or scripted, the default in a toy world")
+        " http://host:port/v1, scripted (the default in a toy world), or scripted:NAME, a function"
+        " of toy/world.py: SCRIPTED, which can be yours")
     add("--human_model", help="model name to ask a human server for")
     add("--human_prompt", help="file with the human's instructions, with {hidden_information} and"
         " other text fields of the task in braces (default: ours)")

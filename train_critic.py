@@ -15,9 +15,10 @@ metrics.jsonl. Down to `main`, the file follows the method; rows in detail, the 
 reports come after it. Packing, sharding and checkpoints are in training/.
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
-To change the loss: `critic_loss`; the advantage: `advantage` and NORMALISERS; the pairs:
-`pair_episodes`; what the critic reads: `colbench.critic_messages`. Another kind of critic is an
-objective like `value_objective`, and a branch wherever `head` is compared.
+To change the loss: `critic_loss`, which `holdout_metrics` calls, too; the advantage: `advantage`
+and NORMALISERS; the pairs: `pair_episodes`; what the critic reads: `colbench.critic_messages`.
+Another kind of critic is an objective like `value_objective`, and a branch wherever `head` is
+compared: here, in `train_policy.check_critic`, and HEADS of the report.
 
 Differences from the paper: none in the equations. From the official code: the mean is per turn, not
 over the trajectory (`--normalise trajectory` is theirs); the NLL term of the paper's Table 5 is on
@@ -184,7 +185,8 @@ class Item:
 
     By default one pair, so two rows. With `--share state` all pairs of a state (critic and
     multi-turn DPO: of a task); a row in several pairs is computed once. In supervised training one
-    dialogue, without pairs.
+    dialogue, without pairs. To weight pairs, change `weight` (of an item in its batch) and
+    `mean_by_item` (of a pair in its item).
     """
 
     rows: list
@@ -802,9 +804,8 @@ class Critic:
     def __init__(self, path, device=None, reference="privileged", dtype=None):
         flags = critic_flags(path)
         self.head, self.normalise, self.reference = flags["head"], flags["normalise"], reference
-        if self.head not in ("logratio", "value") or reference not in ("privileged", "plain"):
-            raise ValueError(f"found head {self.head!r} and reference {reference!r}, expected"
-                             " logratio or value, and privileged or plain")
+        if reference not in ("privileged", "plain"):
+            raise ValueError(f"found reference {reference!r}, expected privileged or plain")
         device = device or default_device()
         if self.head == "value" and sees_pictures(path):
             sight = Sight(path, flags["privileged"])
@@ -885,6 +886,8 @@ def critic_flags(path):
     if not {"head", "normalise", "privileged", "max_length", "model", "lora_rank"} <= flags.keys():
         raise SystemExit(f"{path}: found a policy's run.json, expected a critic written by"
                          " train_critic.py")
+    if flags["head"] not in ("logratio", "value"):
+        raise ValueError(f"found head {flags['head']!r}, expected 'logratio' or 'value'")
     if flags["head"] == "logratio":  # its reference model is read again
         check_checkpoint(flags["model"])
         for base in records(flags["model"]):

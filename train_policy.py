@@ -627,7 +627,7 @@ def parse_args(argv=None):
         " to read solutions")
     args = parser.parse_args(argv)
     if args.epochs is None:
-        args.epochs = 1 if args.method == "sweet" else 4
+        args.epochs = 4 if "critic" in IGNORED[args.method] else 1
     if args.batch_size is None:
         args.batch_size = 32 if args.method == "rft" else 8
     check_training_flags(parser, args)
@@ -646,11 +646,11 @@ def parse_args(argv=None):
 
 def check_method_flags(parser, args):
     refuse_ignored(parser, args, IGNORED[args.method], f"by --method {args.method}")
-    if args.method == "sweet":
+    if "critic" not in IGNORED[args.method]:  # it learns from ranked candidates
         if not args.critic and not args.candidates:
-            raise SystemExit("--method sweet: found neither --critic nor --candidates, expected a"
-                             " critic that ranks what is sampled, or candidates that are ranked"
-                             " already")
+            raise SystemExit(f"--method {args.method}: found neither --critic nor --candidates,"
+                             " expected a critic that ranks what is sampled, or candidates that are"
+                             " ranked already")
         if args.candidates:
             refuse_ignored(parser, args, SAMPLING_FLAGS, "with --candidates")
         if not args.critic:

@@ -137,7 +137,7 @@ def training_method(flags):
         return f"{METHODS.get(flags['method'], flags['method'])}, from {short_name(flags['model'])}"
     if "head" in flags:
         head = HEADS.get(flags["head"], flags["head"])
-        sight = "" if flags["privileged"] == "none" else " that sees the solution"
+        sight = " that sees the solution" if flags["privileged"] == "ground_truth" else ""
         return f"{head}{sight}, from {short_name(flags['model'])}"
     return ""
 
@@ -470,9 +470,10 @@ def smoothed(series):
 def example_pairs(run):
     """Three of the pairs that a policy learnt from, by the difference of their advantages."""
     path = run.folder / "candidates.jsonl"
-    if run.flags.get("method") != "sweet" or not path.is_file():
+    flags = {name: run.flags.get(name) for name in PairSettings._fields}
+    if None in flags.values() or not path.is_file():
         return []
-    settings = PairSettings(*[run.flags[name] for name in PairSettings._fields])
+    settings = PairSettings(**flags)
     pairs = []
     for state in read_candidates(path)[0]:
         advantages = state["advantages"]

@@ -47,6 +47,9 @@ def claim_output(path, flags, inputs, process, cost_flags):
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
                              " choose another --output or remove this one")
+        if process.leads and before.get("commit") != code_commit():
+            print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
+                  f" {code_commit()}", file=sys.stderr)
     process.barrier()  # all ranks have read the record and the output before they change
     if process.leads and (grown or not resumes):
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
@@ -113,7 +116,7 @@ def changes_since(before, flags, hashes, cost_flags):
             grown = True
         elif new != old and not (is_named_server(name, before["flags"])
                                  and is_named_server(name, flags)):
-            changed.append(name)
+            changed.append(name if name in before["flags"] else f"{name} (a new flag)")
     changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
     return changed, grown
 

@@ -53,6 +53,21 @@ def test_a_toy_world_without_a_number_of_tasks_is_no_more_than_its_default(tmp_p
     assert changes_since(before, all_tasks, {}, ()) == (["num_tasks"], False)
 
 
+def test_a_flag_that_the_earlier_code_did_not_have_is_named_as_new():
+    before = {"flags": {"seed": 0}, "inputs": {}}
+    assert changes_since(before, {"seed": 0, "loss": "x"}, {}, ()) == (["loss (a new flag)"], False)
+
+
+def test_a_run_that_other_code_resumes_names_both_commits(tmp_path, capsys, monkeypatch):
+    (tmp_path / "e.jsonl").touch()
+    for commit in ("one", "one", "two"):
+        assert "resuming the output" not in capsys.readouterr().err
+        monkeypatch.setattr("stages.record.code_commit", lambda commit=commit: commit)
+        claim_output(tmp_path / "e.jsonl.run.json", {}, [], Process(0, 1, "cpu"), ())
+        (tmp_path / "e.jsonl").write_text('{"a": 1}\n')
+    assert "of commit one with the code of two" in capsys.readouterr().err
+
+
 def test_no_limit_is_more_than_any_number():
     before = {"flags": {"num_tasks": 5, "seed": 0}, "inputs": {}}
     assert changes_since(before, {"num_tasks": None, "seed": 0}, {}, ()) == ([], True)

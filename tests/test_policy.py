@@ -253,7 +253,9 @@ def parsed(method, *more):
         ["--method", method, "--episodes", "x", "--model", "x", "--output", "x", *more])
 
 
-SOURCES = {"sweet": ("--critic", "x"), "mtdpo": (), "rft": (), "sft": ()}
+# what a method cannot do without
+SOURCES = {method: () if "critic" in ignored else ("--critic", "x")
+           for method, ignored in IGNORED.items()}
 
 
 @pytest.mark.parametrize("method, flag", [
