@@ -414,7 +414,7 @@ def check_rollout_flags(parser, args):
     require_at_least(0, args, "temperature", "human_temperature", "seed")
     refuse_party_flags(parser, args, args.human or "scripted")
     if args.num_tasks is None and args.tasks.startswith("toy:"):
-        args.num_tasks = TOY_TASKS  # recorded, since a smaller number would lose finished episodes
+        args.num_tasks = TOY_TASKS  # in the record, so that a rerun never shrinks the output
 
 
 def rollout_tasks(args, process):
