@@ -613,9 +613,10 @@ def test_tasks_are_listed_by_what_differs_with_their_policies_below(browser, rep
 def test_tasks_that_one_solves_and_another_fails_show_both_side_by_side(browser, report):
     browser.open(report.as_uri())
     options = browser.each("#contrast option", "e.innerText")
-    assert options == ["all tasks", "ours solved, theirs failed (3)"]
+    assert options == ["all tasks", "ours solved, theirs failed (2)"]
     browser.set("contrast", '["ours","theirs"]')
-    assert browser.each(".task .request", "e.innerText") == ["… 0", "… 2", "… 4"]
+    # theirs was stopped by an error on task 4, so nobody knows whether it would have failed
+    assert browser.each(".task .request", "e.innerText") == ["… 0", "… 2"]
     titles = browser.each(".columns > section > h3:first-child", "e.innerText")
     policies = [title.split()[0] for title in titles]
     assert policies == ["ours", "theirs"]
