@@ -92,9 +92,7 @@ class LocalSpeaker(Speaker):
             del self.kept[next(iter(self.kept))]
 
     def count_tokens(self, texts):
-        if not texts:  # which a tokenizer refuses
-            return 0
-        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return count_tokens(self.tokenizer, texts)
 
     @torch.inference_mode()
     def _generate(self, prompts, caches, n, seeds):
@@ -197,6 +195,12 @@ def refuse_recurrent(model, path):
 # Which tokens end a text, and how one is picked
 
 
+def count_tokens(tokenizer, texts):
+    if not texts:  # which a tokenizer refuses
+        return 0
+    return sum(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+
 def stop_tokens(model, tokenizer):
     """The ids of the tokens that end a text, as the checkpoint and the chat template say."""
     ends = model.generation_config.eos_token_id
@@ -297,20 +301,20 @@ def left_padded(states, counts):
 
 def load_tokenizer(path):
     transformers.logging.disable_progress_bar()
-    check_checkpoint(path)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open the tokenizer ({why_not_opened(path, error)});"
-                         " expected a Hugging Face name or directory") from None
+    return load_part(transformers.AutoTokenizer, "the tokenizer", path)
 
 
 def load_config(path):
+    return load_part(transformers.AutoConfig, "config.json", path)
+
+
+def load_part(auto_class, name, path):
+    """A checkpoint's tokenizer or config."""
     check_checkpoint(path)
     try:
-        return transformers.AutoConfig.from_pretrained(path)
+        return auto_class.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open config.json ({why_not_opened(path, error)});"
+        raise SystemExit(f"{path}: could not open {name} ({why_not_opened(path, error)});"
                          " expected a Hugging Face name or directory") from None
 
 

@@ -17,6 +17,7 @@ from judge.browser import Browser
 from judge.pages import open_picture, solution_page
 from speakers.interface import Speaker, Utterance
 from speakers.local import (
+    count_tokens,
     default_device,
     load_config,
     load_model,
@@ -141,10 +142,7 @@ class VisionSpeaker(Speaker):
         return [utterances[start:start + n] for start in range(0, len(utterances), n)]
 
     def count_tokens(self, texts):
-        if not texts:
-            return 0
-        encoded = self.processor.tokenizer(texts, add_special_tokens=False)
-        return sum(len(ids) for ids in encoded["input_ids"])
+        return count_tokens(self.processor.tokenizer, texts)
 
     @torch.inference_mode()
     def _generate(self, conversations, uniform):

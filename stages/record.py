@@ -59,6 +59,7 @@ def claim_output(path, flags, inputs, process, cost_flags):
         write_atomically(path, json.dumps(run, indent=1) + "\n")
 
 
+@functools.cache
 def code_commit():
     """The commit of this code, "-dirty" where files differ from it; None outside of git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
