@@ -4,49 +4,40 @@ An agent talks up to ten turns with a simulated human who has something in mind 
 cannot see. It delivers a Python function (backend, graded by hidden tests) or a web page
 (frontend, graded by image similarity).
 
-How it works:
-  1. a task is one JSON line: what the human says first, what the human has in mind, hidden tests;
-  2. agent and human each see their own view of the dialogue (`agent_messages`, `human_messages`);
-     the critic also sees the solution (`critic_messages`);
-  3. a referee judges the answer: model-written code and pages run only in closed child processes;
-  4. DOMAINS holds all that differs between functions and pages: a third domain is one more entry.
+  1. A task is one JSON line: what the human says first, what the human has in mind, hidden tests.
+  2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`.
+     (What the critic sees stands in train_critic.py.)
+  3. A judge gives the answer its reward. Model-written code and pages run in closed child
+     processes alone: judge/.
+  4. DOMAINS holds all that differs between functions and pages. A third domain is one more entry.
+  5. Every file has one reader, which checks each row: `read_tasks`, `read_episodes`,
+     `read_candidates`.
+  6. `encode_dialogue` turns a dialogue into token ids and says which agent turn each belongs to.
 
-    python colbench.py check TASKS.jsonl   grade every solution against itself, show protections
+    python colbench.py check TASKS.jsonl            grade every solution against itself
+    python colbench.py import FILE --output EPISODES.jsonl     official trajectories, or your logs
     python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
-    python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl   make tasks from WebSight rows
+    python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl     tasks from WebSight rows
 
-Reads: task files of facebook/collaborative_agent_bench as they are, and `toy:backend:train` names.
-`import colbench` needs the standard library alone.
+To change the rules of a dialogue, edit `split_message`; what a party is told, the prompts below;
+what a task is, DOMAINS. `import colbench` needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import argparse
-import ast
 import base64
 import difflib
 import functools
-import glob
 import hashlib
-import importlib.machinery
-import json
-import os
+import math
 import re
-import shutil
-import signal
-import sys
-import tempfile
-import textwrap
 import typing
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from judge.browser import Browser, PageError
 from judge.pages import (
-    ClipReward, extract_html, grade_page, graded_page, last_page, official_addresses,
-    solution_page)
-from judge.sandbox import (
-    ANSWER_MARKER, SECOND_LINES, SOLUTION_FAILED, Judge, check_solutions)
+    PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
+from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge, check_solutions
+from runtime.files import ResumableJsonl, check_keys, expect, read_jsonl, without_nulls
+from runtime.text import harmless
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -102,6 +93,8 @@ def reasons_of(grade, last_message):
 
 def lacks_answer(episode):
     """Whether the dialogue ends without an answer, so that a question was graded in its place."""
+    if DOMAINS[episode["task"]["domain"]].open_judge is None:
+        return False  # a log has no answers
     # only tests give such reasons; the official episodes have none
     if episode["reasons"] and "test_cases" in episode["task"]:
         return "no answer" in episode["reasons"].values()
@@ -168,7 +161,6 @@ FRONTEND_HUMAN_PROMPT = (
     " changes that you would like. If there are none, say so. Do not write HTML.\n\n"
     "The designer's last message: {message}"
 )
-SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 
 def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
@@ -187,17 +179,20 @@ def prompt_of_episode(episode):
     return agent_prompt_of(episode["task"], episode.get("agent_prompt"), max_turns)
 
 
-def custom_prompt(episodes):
-    """The agent's instructions that all episodes share, unless they are the domain's own.
+def custom_prompt(records):
+    """The agent's instructions that all episodes or candidates share, unless they are our own.
 
-    A policy trained on these episodes needs them when it plays. The domain's own are not kept: they
-    name the number of turns, which may be another one then.
+    A policy trained on them needs these instructions when it plays. Our own are not kept with it:
+    they name the number of turns, which may be another one then.
     """
     prompts = set()
-    for episode in episodes:
-        own = agent_prompt_of(episode["task"], None, episode.get("max_turns") or MAX_TURNS)
-        prompt = episode.get("agent_prompt")
-        prompts.add(None if prompt == own else prompt)
+    for record in records:
+        prompt, domain = record.get("agent_prompt"), DOMAINS[record["task"]["domain"]]
+        for own in filter(None, (domain.agent_prompt, domain.one_turn_prompt)):
+            with_number = re.escape(own).replace(r"\{max_turns\}", r"\d+")
+            if prompt and re.fullmatch(with_number, prompt):
+                prompt = None
+        prompts.add(prompt)
     return prompts.pop() if len(prompts) == 1 else None
 
 
@@ -223,36 +218,26 @@ def agent_messages(history, prompt):
                      for message in history]
 
 
+def agent_view(episode):
+    """(messages, finished): what the agent saw and said, and for each turn whether it ended it."""
+    history = episode["dialogue_history"]
+    turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
+    messages = agent_messages(history[:turns[-1] + 1], prompt_of_episode(episode))
+    return messages, [history[index].get("finished") is not False for index in turns]
+
+
 def states_of(episodes):
     """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
     for episode in episodes:
         history, prompt = episode["dialogue_history"], prompt_of_episode(episode)
-        for index, message in enumerate(history):
-            if message["role"] == "assistant":
-                yield episode, index // 2, agent_messages(history[:index], prompt)
+        turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
+        for turn, index in enumerate(turns):
+            yield episode, turn, agent_messages(history[:index], prompt)
 
 
 def first_request(messages):
     """The index of the first user message, which a system message may precede."""
     return next(index for index, message in enumerate(messages) if message["role"] == "user")
-
-
-def critic_messages(task, messages, privileged="ground_truth", picture=None):
-    """What the critic and its reference model see: the agent's view, after the solution.
-
-    A vision-language critic is given the solution page's `picture` (PNG bytes) for its text.
-    """
-    if privileged == "none":
-        return messages
-    if privileged != "ground_truth":
-        raise ValueError(f"found privileged {privileged!r}, expected 'ground_truth' or 'none'")
-    first = first_request(messages)
-    request = messages[first]["content"]
-    if picture:
-        content = [image_part(picture), {"type": "text", "text": request}]
-    else:
-        content = SOLUTION_NOTE.format(solution=task["ground_truth"]) + request
-    return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
 def human_messages(task, history, prompt):
@@ -272,11 +257,19 @@ def human_messages(task, history, prompt):
         for message in history[1:]]
 
 
-def human_page_messages(task, history, agent_png, solution_png, prompt):
-    """What the human of pages sees: the request, the agent's last words, both screenshots.
+def human_view(task, history, prompt, judge):
+    """What the human of a function reads."""
+    return human_messages(task, history, prompt)
 
-    A screenshot is None where there is no page, or where it could not be drawn.
+
+def human_page_view(task, history, prompt, judge):
+    """What the human of a page sees: the request, the agent's last words, both screenshots.
+
+    `judge.picture` draws a page. A screenshot is None where there is no page, or where it could
+    not be drawn.
     """
+    shown, wanted = last_page(history), solution_page(task["ground_truth"])
+    agent_png, solution_png = judge.picture(shown) if shown else None, judge.picture(wanted)
     words = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
     words = official_addresses(words)
     page = extract_html(words)
@@ -309,127 +302,20 @@ def image_part(png):
 
 
 # -----------------------------------------------------------------------------
-# The referee: judges answers and shows the human its view
+# Domains: all that differs between kinds of tasks
 
 
-class RefereeSettings(typing.NamedTuple):
+class JudgeSettings(typing.NamedTuple):
     judge: str = "fixed"  # grading semantics of the sandbox
     require_protection: bool = False
     workers: int | None = None  # of the sandbox
-    clip: str | None = None  # None: the paper's CLIP, or `none` in a toy world
+    clip: str | None = None  # None: the paper's CLIP
     clip_crop: str = "center"
     device: str | None = None  # of CLIP
 
 
-class Referee:
-    """What a domain's referee does. It opens what it needs, and `close` ends it.
-
-    `grade` and `human_view` return futures: they run beside the dialogues, which never wait for the
-    judge or the browser of another dialogue.
-    """
-
-    def __init__(self, tasks, settings):
-        """`tasks` are those of the run, all of one domain."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        pass
-
-    def graded_text(self, answer, history):
-        """What is graded at the end of a dialogue."""
-        return answer
-
-    def grade(self, task, answer):
-        """The Future of a judge.sandbox.Grade."""
-        raise NotImplementedError
-
-    def human_view(self, task, history, prompt):
-        """The Future of the messages that a human model reads."""
-        view = Future()
-        view.set_result(human_messages(task, history, prompt))
-        return view
-
-
-class BackendReferee(Referee):
-    """Hidden tests in the sandbox.
-
-    The sandbox runs Python with its standard library (sqlite3 and re included). Answers in another
-    language that these can run fit a subclass whose `grade` cuts the code out of the answer
-    (extract_code) and wraps it: a task with `ground_truth` and `test_cases` in Python, and the
-    answer as Python. The wrapper imports inside its function, which `--judge official` needs, and
-    raises SyntaxError for what is no code in that language, so that a question is no answer.
-    """
-
-    def __init__(self, tasks, settings):
-        self.profile = settings.judge
-        self.judge = Judge(settings.workers, require_protection=settings.require_protection)
-
-    def close(self):
-        self.judge.__exit__(None, None, None)
-
-    def grade(self, task, answer):
-        return self.judge.threads.submit(self.judge.grade, task, answer, self.profile)
-
-
-class FrontendReferee(Referee):
-    """Similarity of screenshots; the human sees both pages."""
-
-    def __init__(self, tasks, settings):
-        default = "none" if "toy" in tasks[0] else "openai/clip-vit-base-patch32"
-        name = settings.clip or default
-        if name == "none" and settings.clip_crop != "center":
-            raise SystemExit(f"found --clip_crop {settings.clip_crop} without CLIP, which is what"
-                             " crops; expected it to be omitted, or --clip with a model")
-        self.browser = Browser()
-        self.thread = ThreadPoolExecutor(1)  # one browser, one page at a time
-        self.clip = None
-        if name != "none":
-            self.clip = ClipReward(name, settings.clip_crop, settings.device)
-        # every turn of a dialogue shows the human the same solution page
-        self.draw = functools.lru_cache(256)(self.browser.render)
-
-    def close(self):
-        self.thread.shutdown()
-        self.browser.close()
-
-    def graded_text(self, answer, history):
-        return graded_page(answer, history)
-
-    def grade(self, task, answer):
-        return self.thread.submit(grade_page, task, answer, self.draw, self.clip)
-
-    def human_view(self, task, history, prompt):
-        return self.thread.submit(self._page_view, task, history, prompt)
-
-    def _page_view(self, task, history, prompt):
-        page = self._picture(last_page(history))
-        solution = self._picture(solution_page(task["ground_truth"]))
-        return human_page_messages(task, history, page, solution, prompt)
-
-    def _picture(self, page):
-        if not page:
-            return None
-        try:
-            return self.draw(page)
-        except PageError:
-            return None
-
-
-def open_referee(tasks, settings):
-    return one_domain(tasks).referee(tasks, settings)
-
-
-# -----------------------------------------------------------------------------
-# Domains: all that differs between kinds of tasks
-
-
 class Domain(typing.NamedTuple):
-    """A kind of task. To add one, write its referee and an entry of DOMAINS; every stage takes it.
+    """A kind of task. To add one, write an entry of DOMAINS; every stage takes it.
 
     The agent sees the task's `problem_description` and nothing else of it. The human's prompt may
     hold any text field of the task as a {placeholder}.
@@ -437,28 +323,79 @@ class Domain(typing.NamedTuple):
 
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
-    referee: type  # how answers are judged, and what the human sees
+    # JudgeSettings -> a judge: grade(task, answer) gives a judge.sandbox.Grade and may be called
+    # from many threads; a context manager. None: the domain has logged episodes alone
+    open_judge: typing.Callable | None
+    human_view: typing.Callable = human_view  # what the human reads
+    graded_text: typing.Callable = lambda answer, history: answer  # at the end of a dialogue
     one_turn_prompt: str | None = None  # for agents that send one message only, if it is another
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
     reply_chars: int = 400  # human replies are cut here
     human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
     # whether an answer is right, with a reward of 1, or wrong; otherwise the reward is all there is
     has_success: bool = True
+    success_reward: float = 1.0  # without tests: the least reward that a rule counts as success
     reward_heading: str = "Reward × 100"
     pages: bool = False  # answers are web pages: drawn for human, critic and report
-    flags: tuple = ()  # fields of RefereeSettings that this domain uses; others are refused
-    check: typing.Callable | None = None  # (tasks, judge, require_protection): see check_command
+    flags: tuple = ()  # fields of JudgeSettings that this domain uses; others are refused
+    check: typing.Callable | None = None  # (tasks, judge, require_protection): see judge/check.py
+
+
+class BackendJudge(Judge):
+    """Hidden tests in the sandbox."""
+
+    def __init__(self, settings):
+        super().__init__(settings.workers, require_protection=settings.require_protection)
+        self.profile = settings.judge
+
+    def grade(self, task, answer):
+        return super().grade(task, answer, self.profile)
 
 
 def complete_backend(task, where):
     """Backend tasks need tests, calls whose values are compared with the solution's."""
-    cases = expect(task, "test_cases", dict, where)
-    task["test_cases"] = without_nulls(cases)
+    task["test_cases"] = without_nulls(expect(task, "test_cases", dict, where))
     if not task["test_cases"]:
         raise SystemExit(f"{where}: found no test in 'test_cases', expected at least one call"
                          " expression")
     for name in task["test_cases"]:
         expect(task["test_cases"], name, str, f"{where}, test_cases")
+
+
+DOMAINS = {
+    "backend": Domain(
+        agent_prompt=BACKEND_AGENT_PROMPT,
+        human_prompt=BACKEND_HUMAN_PROMPT,
+        open_judge=BackendJudge,
+        one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
+        complete=complete_backend,
+        reward_heading="Tests passed %",
+        flags=("judge", "require_protection"),
+        check=check_solutions,
+    ),
+    "frontend": Domain(
+        agent_prompt=FRONTEND_AGENT_PROMPT,
+        human_prompt=FRONTEND_HUMAN_PROMPT,
+        open_judge=PageJudge,
+        human_view=human_page_view,
+        graded_text=graded_page,
+        one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
+        reply_chars=1000,
+        human_prompt_fields=(),  # the solution comes as a picture
+        has_success=False,
+        success_reward=0.9,  # the paper names no number
+        reward_heading="Similarity × 100",
+        pages=True,
+        flags=("clip", "clip_crop"),
+    ),
+    "logged": Domain(  # dialogues of your own, with the reward that your log gives them
+        agent_prompt="",
+        human_prompt="",
+        open_judge=None,
+        has_success=False,
+        reward_heading="Reward × 100",
+    ),
+}
 
 
 def one_domain(tasks):
@@ -470,34 +407,30 @@ def one_domain(tasks):
     return DOMAINS[domains.pop()]
 
 
-DOMAINS = {
-    "backend": Domain(
-        agent_prompt=BACKEND_AGENT_PROMPT,
-        human_prompt=BACKEND_HUMAN_PROMPT,
-        referee=BackendReferee,
-        one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
-        complete=complete_backend,
-        reward_heading="Tests passed %",
-        flags=("judge", "require_protection"),
-        check=check_solutions,
-    ),
-    "frontend": Domain(
-        agent_prompt=FRONTEND_AGENT_PROMPT,
-        human_prompt=FRONTEND_HUMAN_PROMPT,
-        referee=FrontendReferee,
-        one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
-        reply_chars=1000,
-        human_prompt_fields=(),  # the solution comes as a picture
-        has_success=False,
-        reward_heading="Similarity × 100",
-        pages=True,
-        flags=("clip", "clip_crop"),
-    ),
-}
+def succeeded(episode):
+    """Whether the answer passed all tests; without tests, whether the reward is high enough."""
+    if episode["success"] is None:
+        return episode["reward"] >= DOMAINS[episode["task"]["domain"]].success_reward
+    return episode["success"]
 
 
 # -----------------------------------------------------------------------------
-# Tasks and episodes: JSON lines, checked at the door
+# Files: each kind has one reader, which checks every row against one table
+
+NUMBER = (int, float)
+TASK_KEYS = {"problem_description": str, "ground_truth": str}
+EPISODE_KEYS = {"task": dict, "dialogue_history": list}
+# these may be missing or null
+EPISODE_OPTIONS = {
+    "sample": int, "answer": str, "reward": NUMBER, "success": bool, "reasons": dict,
+    "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str, "agent_tokens": int,
+    "max_turns": int, "seed": int, "error": str, "advantages": list, "credits": list,
+}
+MESSAGE_OPTIONS = {"output": str, "finished": bool}
+STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
+CANDIDATE_KEYS = {"candidates": list, "finished": list}
+RANKED_KEYS = CANDIDATE_KEYS | {"advantages": list, "ranker": str}
+CANDIDATE_OPTIONS = {"agent_prompt": str, "error": str}
 
 
 def complete_task(row, where="task"):
@@ -507,40 +440,28 @@ def complete_task(row, where="task"):
     one.
     """
     row = without_nulls(row)
-    description = expect(row, "problem_description", str, where)
-    solution = expect(row, "ground_truth", str, where)
-    if not solution.strip():
+    check_keys(row, TASK_KEYS, {"task_id": str, "hidden_information": str, "domain": str}, where)
+    solution = row["ground_truth"]
+    if "domain" not in row:
+        is_page = re.search(r"</?[a-zA-Z][^<>]*>", solution) and "test_cases" not in row
+        row["domain"] = "frontend" if is_page else "backend"
+    if row["domain"] not in DOMAINS:
+        names = " or ".join(repr(name) for name in DOMAINS)
+        raise SystemExit(f"{where}: found domain {row['domain']!r}, expected {names}")
+    if not solution.strip() and row["domain"] != "logged":
         raise SystemExit(f"{where}: found an empty 'ground_truth', expected the solution: code or"
                          " a page")
-    if "domain" in row:
-        domain = row["domain"]
-    elif "test_cases" in row or not re.search(r"</?[a-zA-Z][^<>]*>", solution):
-        domain = "backend"
-    else:
-        domain = "frontend"
-    if not isinstance(domain, str) or domain not in DOMAINS:
-        names = " or ".join(repr(name) for name in DOMAINS)
-        raise SystemExit(f"{where}: found domain {domain!r}, expected {names}")
-    content = "\0".join((description, solution)).encode("utf-8", "surrogatepass")
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    task = {"task_id": digest, "hidden_information": solution} | row | {"domain": domain}
-    for key in ("task_id", "hidden_information"):
-        expect(task, key, str, where)
-    DOMAINS[domain].complete(task, where)
+    content = "\0".join((row["problem_description"], solution))
+    digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    task = {"task_id": digest, "hidden_information": solution} | row
+    DOMAINS[task["domain"]].complete(task, where)
     return task
 
 
-TOY_TASKS = 1000  # of an embedded world, unless a number is given
-
-
-def read_tasks(spec, num_tasks=None):
-    """Tasks of a file, or of an embedded world: `toy:backend:train`, `toy:frontend:test`, ..."""
-    if spec.startswith("toy:"):
-        from toy.world import toy_tasks  # late: the toy world imports this file
-
-        return toy_tasks(spec, num_tasks or TOY_TASKS)
+def read_tasks(path, num_tasks=None):
+    """The first `num_tasks` tasks of a file."""
     tasks, first_seen = [], {}
-    for where, row in read_jsonl(spec):
+    for where, row in read_jsonl(path):
         task = complete_task(row, where)
         while "task_id" not in row and task["task_id"] in first_seen:
             task["task_id"] += "+"  # official rows have no ids: a repeated one is a task of its own
@@ -552,60 +473,56 @@ def read_tasks(spec, num_tasks=None):
         if len(tasks) == num_tasks:
             break
     if not tasks:
-        raise SystemExit(f"{spec}: found no line, expected one task a line")
+        raise SystemExit(f"{path}: found no line, expected one task a line")
     return tasks
 
 
 def complete_episode(row, where="episode"):
-    """A checked episode, with defaults for what rows of the official trajectory file lack."""
+    """A checked episode, with defaults for what may be missing."""
     row = without_nulls(row)
-    task = complete_task(expect(row, "task", dict, where), f"{where}, task")
-    history = expect(row, "dialogue_history", list, where)
-    check_history(history, where)
-    error = expect(row, "error", str, where, optional=True) or None
-    reward = expect(row, "reward", (int, float), where, optional=error is not None)
-    if not error and not (0 <= reward <= 1.000001):
+    check_keys(row, EPISODE_KEYS, EPISODE_OPTIONS, where)
+    task, history = complete_task(row["task"], f"{where}, task"), row["dialogue_history"]
+    domain, error = DOMAINS[task["domain"]], row.get("error") or None
+    check_history(history, where, in_turn=domain.open_judge is not None)
+    turns = sum(message["role"] == "assistant" for message in history)
+    if not error and not turns:
+        raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an agent"
+                         " turn, expected at least one")
+    reward = None if error else expect(row, "reward", NUMBER, where)
+    high = math.inf if domain.open_judge is None else 1.000001
+    if not error and not (0 <= reward <= high or (high == math.inf and math.isfinite(reward))):
         raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1")
-    if not error and len(history) < 2:
-        raise SystemExit(f"{where}: found a dialogue of {len(history)} messages, expected at least"
-                         " one agent turn")
-    success = None
-    if DOMAINS[task["domain"]].has_success and not error:
-        success = reward == 1
-    if expect(row, "success", bool, where, optional=True) not in (None, success):
+    success = reward == 1 if domain.has_success and not error else None
+    if row.get("success") not in (None, success):
         raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
                          f" {success}: true for a reward of 1, false below, null for failed"
                          " episodes and domains without success, such as pages")
-    leak = 0.0
+    defaults = {"sample": 0, "answer": None, "reasons": {}, "agent": None, "human": None,
+                "seed": None, "agent_prompt": None}
     if "leak" not in row:
-        leak = leak_share(task, [message["content"] for message in history[2::2]])
-    defaults = {"sample": 0, "answer": None, "reasons": {}, "leak": leak,
-                "agent": None, "human": None, "seed": None}
+        defaults["leak"] = leak_share(task, [message["content"] for message in history[2::2]])
     episode = defaults | row
-    episode |= {"task": task, "success": success, "turns": len(history) // 2, "error": error}
-    for key, kind in (("sample", int), ("leak", (int, float)), ("reasons", dict)):
-        expect(episode, key, kind, where)
-    for key, kind in (("answer", str), ("agent", str), ("human", str), ("agent_prompt", str),
-                      ("agent_tokens", int), ("max_turns", int), ("advantages", list),
-                      ("credits", list)):
-        expect(episode, key, kind, where, optional=True)
+    episode |= {"task": task, "reward": reward, "success": success, "turns": turns, "error": error}
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
                          " expected an index from 0 up and a share between 0 and 1")
     return episode
 
 
-def check_history(history, where):
-    """User and assistant speak in turn, the user first."""
+def check_history(history, where, in_turn=True):
+    """User and assistant speak in turn, the user first; in a log, the user speaks first."""
     roles = ("user", "assistant")
     for index, message in enumerate(history):
-        if not isinstance(message, dict) or message.get("role") != roles[index % 2]:
+        role = message.get("role") if isinstance(message, dict) else None
+        if in_turn and role != roles[index % 2]:
             raise SystemExit(f"{where}: found dialogue_history[{index}] that is no message of role"
                              f" '{roles[index % 2]}', expected user and assistant in turn, the user"
                              " first")
-        expect(message, "content", str, f"{where}, dialogue_history[{index}]")
-        expect(message, "output", str, f"{where}, dialogue_history[{index}]", optional=True)
-        expect(message, "finished", bool, f"{where}, dialogue_history[{index}]", optional=True)
+        if not isinstance(role, str) or (index == 0 and role == "assistant"):
+            raise SystemExit(f"{where}: found dialogue_history[{index}] of role {role!r}, expected"
+                             " messages with roles, the user first")
+        check_keys(message, {"content": str}, MESSAGE_OPTIONS,
+                   f"{where}, dialogue_history[{index}]")
 
 
 def read_episodes(path, tasks=None):
@@ -634,13 +551,12 @@ def read_episodes(path, tasks=None):
     return episodes
 
 
-def load_episodes(paths, agent_prompt=None):
+def load_episodes(paths):
     """Episodes that can be trained on, and how many were omitted because of an error.
 
-    Samples of a task that an earlier file has too are numbered on from there. `agent_prompt` names
-    a file with the agent's instructions for episodes that omit them, such as the official ones.
+    Samples of a task that an earlier file has too are numbered on from there.
     """
-    episodes, tasks, next_sample, prompt = [], {}, {}, read_prompt(agent_prompt)
+    episodes, tasks, next_sample = [], {}, {}
     if len({Path(path).resolve() for path in paths}) < len(paths):
         raise SystemExit(f"{' '.join(map(str, paths))}: found a file of episodes twice, expected"
                          " each once")
@@ -652,23 +568,81 @@ def load_episodes(paths, agent_prompt=None):
             episode["sample"] += offset[task_id]
             next_sample[task_id] = max(next_sample.get(task_id, 0), episode["sample"] + 1)
         episodes += found
-    without_prompt = [episode for episode in episodes if episode.get("agent_prompt") is None]
-    for episode in without_prompt:
-        episode["agent_prompt"] = prompt
-    if agent_prompt and not without_prompt:
-        raise SystemExit(f"{' '.join(map(str, paths))}: found that all episodes have the agent's"
-                         f" instructions, so --agent_prompt {agent_prompt} does nothing, expected"
-                         " some that omit them; omit the flag, or collect with other instructions")
     one_domain([episode["task"] for episode in episodes])
     sound = [episode for episode in episodes if not episode["error"]]
     return sound, len(episodes) - len(sound)
 
 
+def state_key(state):
+    return state["task"]["task_id"], state["sample"], state["turn"]
+
+
+def read_candidates(path, ranked=False):
+    """The states of a file of candidates, of ranked ones if `ranked`, and how many it omits.
+
+    Omitted are states that failed (`error`), and those that were too long for the ranker, which
+    have no advantages.
+    """
+    ResumableJsonl.refuse_unfinished(path)
+    states, seen, omitted = [], set(), 0
+    for where, row in read_jsonl(path):
+        omit = row.get("error") or (ranked and row.get("advantages", ()) is None)
+        keys = {} if omit else RANKED_KEYS if ranked else CANDIDATE_KEYS
+        check_keys(row, STATE_KEYS | keys, CANDIDATE_OPTIONS, where)
+        if state_key(row) in seen:
+            raise SystemExit(f"{where}: found the state {state_key(row)} a second time, expected it"
+                             " once")
+        seen.add(state_key(row))
+        if omit:
+            omitted += 1
+            continue
+        check_lists(row, ranked, where)
+        row["task"] = complete_task(row["task"], f"{where}, task")
+        states.append(row)
+    if not states:
+        raise SystemExit(f"{path}: found no state with {'ranked ' if ranked else ''}candidates, but"
+                         f" {omitted} that failed or are too long for the ranker, expected at least"
+                         " one; sample them again, or train a critic with a greater --max_length")
+    return states, omitted
+
+
+def check_lists(state, ranked, where):
+    """Refuse candidates whose lists differ in length, or hold other things than they should."""
+    names = ["candidates", "finished"]
+    sound = (all(isinstance(text, str) for text in state["candidates"])
+             and all(isinstance(flag, bool) for flag in state["finished"])
+             and is_prompt(state["messages"]))
+    if ranked:
+        names.append("advantages")
+        sound = sound and all(type(value) in NUMBER and math.isfinite(value)
+                              for value in state["advantages"])
+    lengths = {name: len(state[name]) for name in names}
+    if len(set(lengths.values())) > 1 or not state["candidates"]:
+        raise SystemExit(f"{where}: found lists of lengths {lengths}, expected as many finished"
+                         " flags and advantages as candidates, at least one")
+    if not sound:
+        raise SystemExit(f"{where}: found messages, candidates, finished flags or advantages of"
+                         " another type, expected a dialogue that ends before an agent turn, texts,"
+                         " booleans and finite numbers; make the file with collect.py --states")
+
+
+def is_prompt(messages):
+    """Whether these are messages after which the agent can speak."""
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            return False
+    roles = [message.get("role") for message in messages]
+    return "user" in roles and all(isinstance(role, str) for role in roles)
+
+
 def check_same_task(tasks, task, where):
     """Refuse another task of the same task_id, such as that of another world, or of an edited file.
 
-    tasks: task_id -> what the task says, of those that have been seen; this one is added.
+    tasks: task_id -> what the task says, of those that have been seen; this one is added. In logs,
+    a task_id is the key within which dialogues are compared, and its dialogues may differ.
     """
+    if DOMAINS[task["domain"]].open_judge is None:
+        return
     content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
     if tasks.setdefault(task["task_id"], content) != content:
         raise SystemExit(f"{where}: found the task_id {task['task_id']!r} with two different tasks,"
@@ -733,6 +707,42 @@ def encode_dialogue(tokenizer, messages, finished=()):
         ids += tokens
         turn_index += [piece_turn] * len(tokens)
     return ids, turn_index
+
+
+def encode_within(tokenizer, messages, max_length, finished=()):
+    """`encode_dialogue` in at most `max_length` tokens; None if the last turn does not fit.
+
+    A longer dialogue loses its oldest turns, each with the reply to it, never part of a turn.
+    """
+    first = first_request(messages) + 1
+    roles = [message["role"] for message in messages]
+    starts = [index for index in range(first + 1, len(messages)) if roles[index] == "assistant"]
+    if roles[-1] != "assistant":  # of a prompt, all turns may go
+        starts.append(len(messages))
+    for start in [first, *starts]:
+        dropped = roles[first:start].count("assistant")
+        ids, turn_index = encode_dialogue(tokenizer, messages[:first] + messages[start:],
+                                          finished[dropped:])
+        if len(ids) <= max_length:
+            return ids, turn_index
+    return None
+
+
+def encode_candidates(tokenizer, messages, candidates, max_length):
+    """(ids, turn_index) of each (text, finished) candidate for the next turn of one dialogue.
+
+    All stand after the same prompt and are turn 0. None if the longest does not fit. A candidate
+    that was cut at the token limit gets no end-of-turn token, so that nobody learns to stop there.
+    """
+    end_id, _ = end_of_turn(tokenizer)
+    encoded = tokenizer([text for text, _ in candidates], add_special_tokens=False)["input_ids"]
+    turns = [ids + [end_id] if finished else ids
+             for ids, (_, finished) in zip(encoded, candidates, strict=True)]
+    prompt = encode_within(tokenizer, messages, max_length - max(map(len, turns)))
+    if prompt is None:
+        return None
+    ids, _ = prompt
+    return [(ids + turn, [-1] * len(ids) + [0] * len(turn)) for turn in turns]
 
 
 def encode_prompt(tokenizer, messages):
@@ -802,351 +812,7 @@ def render(tokenizer, messages, add_generation_prompt=True):
 
 
 # -----------------------------------------------------------------------------
-# Files
-
-
-def derive_seed(*parts) -> int:
-    """A 63-bit seed from `parts` alone: world size, batches and PYTHONHASHSEED do not matter."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
-
-
-def read_jsonl(path):
-    """Yield (where, object) for each line; a line that is no JSON object stops with a sentence."""
-    if Path(path).is_dir():
-        names = sorted(file.name for file in Path(path).glob("*.jsonl")
-                       if not file.name.startswith(("candidates", "metrics")))
-        some = ", ".join(str(Path(path, name)) for name in names[:5])
-        advice = f"give one of: {some}" if some else "it holds none"
-        raise SystemExit(f"{path}: found a directory, expected a JSONL file; {advice}")
-    if not Path(path).is_file():
-        raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
-    with open(path, "rb") as file:
-        for line_number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}: line {line_number}"
-            try:
-                row = json.loads(line)
-                if b"\\u" in line:  # half a surrogate pair would break the tokenizer later
-                    json.dumps(row, ensure_ascii=False).encode()
-            except (ValueError, RecursionError) as error:
-                raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON"
-                                 " object") from None
-            if not isinstance(row, dict):
-                raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
-            yield where, row
-
-
-def without_nulls(row):
-    """The fields that a row has: Arrow conversions fill those that it lacks with None."""
-    return {key: value for key, value in row.items() if value is not None}
-
-
-def expect(row, key, kind, where, optional=False):
-    """row[key], which must be of type `kind`; the message says what was found and expected."""
-    value = row.get(key)
-    if value is None and optional:
-        return None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = " or ".join(k.__name__ for k in kinds)
-        found = f"'{key}' of type {type(value).__name__}" if key in row else f"no '{key}'"
-        raise SystemExit(f"{where}: found {found}, expected '{key}' of type {names}")
-    return value
-
-
-def write_atomically(path, text):
-    """Replace `path` in one step, so that a reader or a kill never meets half a file."""
-    temporary = Path(f"{path}.tmp{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk, half a file would be in the way
-        raise
-
-
-def write_jsonl(path, rows):
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-class ResumableJsonl:
-    """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
-
-    `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
-    network file systems cannot append to one file from several machines. The leader merges them: at
-    the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
-    all that earlier runs left, of whatever number of ranks. Rows for which `keep(row)` is false
-    (failed ones) are dropped at the start, to be made again.
-    """
-
-    def __init__(self, path, key, process, keep=lambda row: True):
-        self.path, self.key, self.process = Path(path), key, process
-        self.part = Path(f"{path}.rank{process.rank}")
-        if process.leads:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in self._usable_rows() if keep(row)]
-            self._merge({key(row): row for row in rows}.values(), self.part)
-        process.barrier()  # nobody reads or appends before the leader has tidied up
-        self.rows = {key(row): row for row in self._usable_rows()}
-        process.barrier()  # nobody appends before all have read
-
-    def append(self, row):
-        line = (json.dumps(row) + "\n").encode()
-        descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            if os.write(descriptor, line) != len(line):
-                raise OSError(f"{self.part}: only part of a line could be written")
-        finally:
-            os.close(descriptor)
-
-    def discard(self, keys):
-        """Remove rows that this process has appended."""
-        if self.part.exists():
-            rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
-            write_jsonl(self.part, [row for row in rows if self.key(row) not in keys])
-
-    def finish(self, order):
-        """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
-
-        The leader gets the rows, other ranks none. A row that is missing is an error.
-        """
-        self.process.barrier()
-        ordered = []
-        if self.process.leads:
-            rows = {self.key(row): row for row in self._usable_rows()}
-            missing = [key for key in order if key not in rows]
-            if missing:
-                raise SystemExit(f"{self.path}: found no row of {missing[0]} ({len(missing)} of"
-                                 f" {len(order)} are missing), expected all; rerun the same command"
-                                 " to make them")
-            ordered = [rows[key] for key in order]
-            self._merge(ordered, self.path)
-        self.process.barrier()
-        return ordered
-
-    @staticmethod
-    def files(path):
-        """The file, and those of the ranks that are not merged yet."""
-        path = Path(path)
-        parts = [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
-                 if re.fullmatch(r"\.rank\d+", file.name.removeprefix(path.name))]
-        return [file for file in (path, *parts) if file.exists()]
-
-    @staticmethod
-    def refuse_unfinished(path):
-        """Stop if the run that makes the file at `path` has not finished it."""
-        unfinished = [file.name for file in ResumableJsonl.files(path) if file != Path(path)]
-        if unfinished:
-            raise SystemExit(f"{path}: found {unfinished[0]} beside it, so the run that makes this"
-                             " file has not finished, expected all of its rows; rerun its command")
-
-    @staticmethod
-    def whole_rows(path):
-        """The rows of all these files, without the half line that a kill left behind."""
-        for file in ResumableJsonl.files(path):
-            for line in file.read_bytes().splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    yield row
-
-    def _usable_rows(self):
-        for row in self.whole_rows(self.path):
-            try:
-                self.key(row)
-            except (KeyError, TypeError):
-                continue
-            yield row
-
-    def _merge(self, rows, target):
-        """Write `rows` to `target`, and remove the other files, which they came from."""
-        if rows or self.files(self.path):
-            write_jsonl(target, rows)
-        for file in self.files(self.path):
-            if file != target:
-                file.unlink()
-
-
-# -----------------------------------------------------------------------------
 # Commands
-
-WEBSIGHT_TRAIN = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones
-
-
-def check_command(path, judge, require_protection):
-    """The table of tests that cannot be passed, then the sandbox's protections.
-
-    Returns whether all tasks can be solved in full.
-    """
-    tasks = read_tasks(path)
-    check = one_domain(tasks).check
-    if check is None:
-        raise SystemExit(f"{path}: found {tasks[0]['domain']} tasks, expected tasks that have tests"
-                         " to check, such as backend tasks")
-    rows, status = check(tasks, judge, require_protection)
-    for index, name, reason in rows:
-        why = solution_advice(tasks[index], name, reason)
-        print(f"{path}: line {index + 1}, {harmless(name)}: {reason}{why}")
-    broken = {index for index, _, _ in rows}
-    print(f"{len(tasks) - len(broken)} of {len(tasks)} tasks can be solved in full (judge {judge})")
-    for name, active in status.items():
-        if active:
-            state = "active"
-        elif name in SECOND_LINES:
-            state = "MISSING (a second line of defence; answers are confined without it, too)"
-        else:
-            state = "MISSING"
-        print(f"protection {name:14s} {state}")
-    if rows and len(rows) == sum(len(task.get("test_cases", ())) for task in tasks):
-        raise SystemExit("found no test that can be passed, expected at least one: check the task"
-                         " file.")
-    return not broken
-
-
-def solution_advice(task, name, reason):
-    """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
-    if re.match(r"\s*assert\b", task.get("test_cases", {}).get(name, "")):
-        return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
-                " value with the solution's)")
-    if reason == "the solution raised ModuleNotFoundError":
-        missing = " and ".join(missing_modules(task["ground_truth"]))
-        if missing:
-            return f" (it needs the module {missing}, which the judge does not have)"
-    return ""
-
-
-def missing_modules(code):
-    """The modules that code imports and that this interpreter, which is the judge's, lacks."""
-    names = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    return sorted(name for name in names - sys.stdlib_module_names
-                  if importlib.machinery.PathFinder.find_spec(name) is None)
-
-
-BOLD, FAINT, BLUE, ORANGE, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[34m", "\x1b[33m", "\x1b[0m"
-
-
-def show_command(path, task_id, colour):
-    """Print the dialogues of a file task by task, or of one task; its solution comes first."""
-    groups = group_by_task(read_episodes(path))
-    if task_id is None:
-        shown = list(groups)
-    elif task_id in groups:
-        shown = [task_id]
-    elif task_id.isdecimal() and 1 <= int(task_id) <= len(groups):
-        shown = [list(groups)[int(task_id) - 1]]
-    else:
-        close = difflib.get_close_matches(task_id, groups, 3, cutoff=0)
-        raise SystemExit(f"{path}: found no task {task_id!r}, expected a number from 1 to"
-                         f" {len(groups)}, or a task_id such as {', '.join(map(harmless, close))}")
-    for name in shown:
-        parts = [(BOLD, "task", name), (FAINT, "solution", groups[name][0]["task"]["ground_truth"])]
-        for episode in groups[name]:
-            parts += [("", "", ""), *dialogue_parts(episode)]
-        for style, label, text in parts:
-            print_part(style if colour else "", label, text)
-        print()
-
-
-def dialogue_parts(episode):
-    """Yield (style, label, text): the outcome, each message with what is known of it, the tests."""
-    outcome = f"sample {episode['sample']}"
-    if episode["agent"]:
-        outcome += f" of {episode['agent']}"
-    outcome += f": {counted(episode['turns'], 'turn')}, "
-    if episode["error"]:
-        outcome += f"stopped by an error: {episode['error']}"
-    else:
-        if episode["success"] is not None:
-            outcome += "solved, " if episode["success"] else "not solved, "
-        outcome += f"reward {episode['reward']:.3f}"
-    yield BOLD, "episode", outcome
-    for index, message in enumerate(episode["dialogue_history"]):
-        if message["role"] == "user":
-            yield FAINT, "human", message["content"]
-        else:
-            yield "", f"agent {index // 2 + 1}", message.get("output") or message["content"]
-            yield from turn_notes(episode, index // 2, message)
-    if episode["reasons"]:
-        yield BOLD, "tests", counted_reasons(episode["reasons"])
-
-
-def counted(count, thing):
-    """Such as "1 turn" or "2,000 turns"."""
-    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
-
-
-def counted_reasons(reasons):
-    """Such as "7 passed; 2 wrong (test3, test5); 1 timed out (test9)"."""
-    tests_of = {}
-    for test, reason in reasons.items():
-        tests_of.setdefault(str(reason), []).append(test)
-    parts = []
-    for reason, tests in tests_of.items():
-        part = f"{len(tests)} {reason}"
-        if len(tests_of) > 1 and reason != "passed":
-            part += f" ({', '.join(tests)})"
-        parts.append(part)
-    return "; ".join(parts)
-
-
-def turn_notes(episode, turn, message):
-    """What the episode carries on an agent turn: the critic's advantage, the toy's true credit."""
-    notes, style = [], FAINT
-    advantages, credits = episode.get("advantages") or [], episode.get("credits") or []
-    if turn < len(advantages) and isinstance(advantages[turn], (int, float)):
-        notes.append(f"advantage {advantages[turn]:+.3f}")
-        style = BLUE if advantages[turn] > 0 else ORANGE
-    if turn < len(credits):
-        notes.append(f"true credit: {credits[turn]}")
-    if message.get("finished") is False:
-        notes.append("cut at the token limit")
-    if notes:
-        yield style, "", f"[{'; '.join(notes)}]"
-
-
-def print_part(style, label, text):
-    """Print a text beside its label; no line of the text begins where labels do."""
-    columns = max(40, min(100, shutil.get_terminal_size().columns))
-    for line in harmless(text).split("\n"):
-        for part in textwrap.wrap(line, columns - 10, break_on_hyphens=False) or [""]:
-            print(f"{style}{label:10s}{part}".rstrip() + (PLAIN if style else ""))
-            label = ""
-
-
-def harmless(text):
-    """The text with whatever could steer a terminal spelled out, such as escape sequences."""
-    text = text.replace("\r\n", "\n").expandtabs(4)
-    return "".join(character if character.isprintable() or character == "\n"
-                   else character.encode("unicode_escape").decode() for character in text)
-
-
-def websight(rows_path, train_path, test_path=None):
-    """WebSight rows as tasks: the first 10,000 go to train_path, those after them to test_path."""
-    for path in filter(None, (train_path, test_path)):
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(train_path).absolute().parent) as folder:
-        parts = [Path(folder, "train"), Path(folder, "test")]
-        with open(parts[0], "w") as train, open(parts[1], "w") as test:
-            for index, (where, row) in enumerate(read_jsonl(rows_path)):
-                page = official_addresses(expect(row, "text", str, where))
-                request = expect(row, "llm_generated_idea", str, where)
-                task = {"problem_description": request, "domain": "frontend",
-                        "ground_truth": page, "hidden_information": page}
-                print(json.dumps(task), file=train if index < WEBSIGHT_TRAIN else test)
-        os.replace(parts[0], train_path)
-        if test_path:
-            os.replace(parts[1], test_path)
 
 
 def main(argv=None):
@@ -1155,13 +821,19 @@ def main(argv=None):
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="grade every solution against itself; exit status 1"
                                 " if a task cannot be solved in full")
-    check.add_argument("tasks", help="task file, or toy:backend:train")
+    check.add_argument("tasks", help="task file")
     check.add_argument("--judge", choices=("fixed", "official"), default="fixed",
                        help="grading semantics")
     check.add_argument("--require_protection", action="store_true",
                        help="refuse if the sandbox lacks a protection")
+    load = commands.add_parser("import", help="make episodes of official trajectories or of logs")
+    load.add_argument("file", help="JSONL: the official trajectories, or one object a line with"
+                      " `messages` and `reward`")
+    load.add_argument("--output", required=True, help="EPISODES.jsonl to write")
+    load.add_argument("--agent_prompt", help="file with the instructions that the agent had, where"
+                      " the file omits them (default: ours; of logs none)")
     show = commands.add_parser("show", help="print dialogues to read")
-    show.add_argument("episodes", help="file of collect.py or evaluate.py, or the official one")
+    show.add_argument("episodes", help="file of episodes")
     show.add_argument("task", nargs="?", help="task_id of the one task to show, or its number from"
                       " 1 on (default: all)")
     convert = commands.add_parser("websight", help="turn WebSight rows into frontend tasks")
@@ -1177,15 +849,21 @@ def main(argv=None):
 
 
 def run_command(args):
+    """The bodies are elsewhere: `import colbench` needs none of them."""
     if args.command == "check":
-        if not check_command(args.tasks, args.judge, args.require_protection):
+        from judge.check import check_tasks
+        tasks = read_tasks(args.tasks)
+        if not check_tasks(args.tasks, tasks, one_domain(tasks).check, args.judge,
+                           args.require_protection, harmless):
             raise SystemExit(1)  # the table above says why
+    elif args.command == "import":
+        from convert.logs import import_command
+        import_command(args)
     elif args.command == "show":
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with the pager
-        sys.stdout.reconfigure(errors="backslashreplace")
-        show_command(args.episodes, args.task,
-                     colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+        from report.show import show_command
+        show_command(args)
     else:
+        from convert.websight import websight
         websight(args.rows, args.train, args.test)
 
 

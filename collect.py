@@ -1,51 +1,65 @@
-r"""Collect episodes: roll an agent out against the simulated human, judge its answers (section 3).
+r"""Collect episodes: an agent talks to a simulated human, a judge grades its answer (section 3).
 
-How it works:
-  1. each task is played `--samples_per_task` times; ranks share the (task, sample) jobs;
-  2. a dialogue (`play`) continues as soon as what it waits for arrives: a server's reply, a grade,
-     or the next batch of a local model, which takes all that are waiting (`interleave`);
-  3. answers are judged by hidden tests or image similarity, and episodes are appended at once.
-To resume after a kill, rerun the same command; episodes with an `error` are tried again.
+  1. Each task is played `--samples_per_task` times.                             play
+  2. `--batch_size` dialogues run at a time, a thread for each; a local model
+     answers all that wait for it as one batch.                                  speakers/pool.py
+  3. With `--states EPISODES`, the agent is sampled, not played: `--num_candidates`
+     messages for each of its turns in these episodes, for a critic to rank.     candidates
 
     python collect.py --tasks toy:backend:train --num_tasks 500 --samples_per_task 6 \
-        --agent toy/base --human scripted --output runs/out/episodes.jsonl
+        --agent toy/base --output episodes.jsonl
     torchrun --nproc_per_node 8 collect.py --tasks train.jsonl \
         --agent meta-llama/Llama-3.1-8B-Instruct --human http://localhost:8000/v1 \
         --human_model meta-llama/Llama-3.1-70B-Instruct --output episodes.jsonl
+    python collect.py --states episodes.jsonl --agent toy/base --output candidates.jsonl
 
-Reads: task files (see colbench.py). Writes: EPISODES.jsonl, one episode a line, and
-EPISODES.jsonl.run.json, the record of the command.
+Reads tasks, or episodes. Writes episodes, or with --states candidates, one state a line:
+
+    {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
+     "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
+
+Beside it, OUTPUT.run.json records the command. After a kill, give the same command again; lines
+with an `error` are made again, too. More tasks or samples than before continue the same output.
+
+To change the rules of a dialogue, edit `play`; what is drawn in a state, `candidates`; which
+states, `choose_states`; what a party reads, or the reward, DOMAINS in colbench.py; who speaks,
+speakers/. variants/best_of_n.py shows how to put something between the agent and the dialogue.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
 the official ones). From the official code: the human sees the dialogue as a chat with the roles
 swapped; on pages, the agent sees its own thoughts before "OUTPUT:" again.
 """
 
-import itertools
+import math
 import os
+import random
 import sys
+import threading
+import traceback
 import typing
-from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 from tqdm import tqdm
 
 from colbench import (
-    DOMAINS, MAX_TURNS, TOY_TASKS, RefereeSettings, ResumableJsonl, agent_messages, agent_prompt_of,
-    counted, derive_seed, leak_share, one_domain, open_referee, read_prompt, read_tasks, reasons_of,
-    split_message, without_thoughts)
-from judge.sandbox import ANSWER_MARKER, TOO_SLOW
+    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, group_by_task, leak_share,
+    load_episodes, one_domain, read_prompt, read_tasks, reasons_of, split_message, state_key,
+    states_of, without_thoughts)
+from judge.sandbox import ANSWER_MARKER
+from runtime.flags import add_dtype_flag, flag_parser, refuse_flag
+from runtime.names import check_spec, is_scripted, is_server
+from runtime.processes import join_processes, launch
+from runtime.progress import Outcome, Progress
+from runtime.record import open_rows, records
+from runtime.seeds import derive_seed
+from runtime.text import counted
 from speakers import load_speaker
-from speakers.interface import Request, SpeakerError, SpeakerSettings
-from speakers.names import check_spec, is_scripted, is_server
-from stages.flags import (
-    add_dtype_flag, flag_parser, refuse_flag, refuse_ignored, require_at_least)
-from stages.processes import join_processes, launch
-from stages.record import claim_output, records
+from speakers.interface import Request, SpeakerError, SpeakerSettings, stop_if_given_up
+from speakers.pool import elsewhere, run
+from toy.world import toy_tasks
 
 # -----------------------------------------------------------------------------
-# A dialogue
+# The game
 
 
 class Rules(typing.NamedTuple):
@@ -56,61 +70,51 @@ class Rules(typing.NamedTuple):
     seed: int
 
 
-class Parties(typing.NamedTuple):
-    agent: typing.Any
-    human: typing.Any
-    referee: typing.Any
-    rules: Rules
-
-
-def play(task, sample, parties, on_turn):
+def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     """One dialogue, from the request to the reward; returns the episode.
 
-    A generator: it yields what it waits for (see `interleave`) and is sent the reply. What the
-    speakers draw depends on the task, the sample and the turn alone, never on other dialogues.
+    What agent and human draw depends on the task, the sample and the turn alone, never on other
+    dialogues. An error ends this dialogue and no other.
     """
-    agent, human, referee, rules = parties
+    domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
-    agent_prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
-    answer = error = grade = None
+    prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
+    outputs, answer, grade, error = [], None, None, None
 
-    def request(messages):
+    def ask(party, speaker, messages):
         key = (task["task_id"], sample)
-        return Request(messages, seed=derive_seed(rules.seed, *key, len(history)), task=task,
-                       key=key)
+        seed = derive_seed(rules.seed, *key, len(history))
+        try:
+            return speaker.reply(Request(messages, 1, seed, task, key))[0]
+        except SpeakerError as reason:
+            raise SpeakerError(f"{party}: {reason}") from None
 
-    while True:
-        view = agent_messages(history, agent_prompt)
-        spoken = yield from agent.reply(request(view))
-        if isinstance(spoken, SpeakerError):
-            error = f"agent: {spoken}"
-            break
-        utterance = spoken[0]
-        last_turn = len(history) // 2 == rules.max_turns - 1
-        content, answer = split_message(task, utterance.text, last_turn)
-        history.append({"role": "assistant", "content": content, "output": utterance.text,
-                        "finished": utterance.finished})
-        on_turn()
-        if answer is not None:
-            break
-        if human.reads_history:
-            view = history
-        else:
-            view = yield referee.human_view(task, history, rules.human_prompt)
-        spoken = yield from human.reply(request(view))
-        if isinstance(spoken, SpeakerError):
-            error = f"human: {spoken}"
-            break
-        said = without_thoughts(spoken[0].text)  # thoughts would tell the agent the solution
-        if said is None:
-            error = ("human: found thoughts that never end, expected a reply after them; raise"
-                     " --human_max_new_tokens, or turn the model's thinking off")
-            break
-        history.append({"role": "user", "content": said[:rules.reply_chars]})
+    try:
+        while True:
+            said = ask("agent", agent, agent_messages(history, prompt))
+            outputs.append(said.text)
+            last_turn = len(outputs) == rules.max_turns
+            content, answer = split_message(task, said.text, last_turn)
+            history.append({"role": "assistant", "content": content, "output": said.text,
+                            "finished": said.finished})
+            on_turn()
+            if answer is not None:
+                break
+            view = human_view(task, history, human, judge, rules.human_prompt)
+            reply = without_thoughts(ask("human", human, view).text)  # they name the solution
+            if reply is None:
+                raise SpeakerError("human: found thoughts that never end, expected a reply after"
+                                   " them; raise --human_max_new_tokens, or turn the model's"
+                                   " thinking off")
+            history.append({"role": "user", "content": reply[:rules.reply_chars]})
+        with elsewhere():  # meanwhile, models go on with the other dialogues
+            grade = judge.grade(task, domain.graded_text(answer, history))
+    except SpeakerError as reason:
+        error = str(reason)
+    except Exception as bug:
+        error = f"{type(bug).__name__}: {bug}"
+        show_bug()
 
-    if not error:
-        grade = yield referee.grade(task, referee.graded_text(answer, history))
-    outputs = [message["output"] for message in history if message["role"] == "assistant"]
     replies = [message["content"] for message in history[2::2]]
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
@@ -122,424 +126,321 @@ def play(task, sample, parties, on_turn):
     }
 
 
-# -----------------------------------------------------------------------------
-# Many dialogues at a time: each continues as soon as what it waits for arrives
+def human_view(task, history, human, judge, prompt):
+    """What the human reads: a script the dialogue itself, a model what its domain shows it."""
+    domain = DOMAINS[task["domain"]]
+    if human.reads_history:
+        return history
+    if not domain.pages:
+        return domain.human_view(task, history, prompt, judge)
+    with elsewhere():  # a browser draws the pages
+        return domain.human_view(task, history, prompt, judge)
 
 
-def interleave(dialogues, in_flight, on_wait=lambda futures: None):
-    """Run generators side by side, `in_flight` at a time; yield what each returns, as it ends.
-
-    A generator yields what it waits for. A Future is the reply of a server, or a grade. A
-    LocalRequest goes to a speaker in this process, which answers all that are waiting for it as one
-    batch; the futures are under way meanwhile.
-    """
-    waiting_to_start = iter(dialogues)
-    running, ready = 0, []  # ready: (dialogue, the reply that it continues with)
-    futures, local = {}, []  # Future -> dialogue; (LocalRequest, dialogue)
-    while True:
-        for dialogue in itertools.islice(waiting_to_start, in_flight - running):
-            ready.append((dialogue, None))
-            running += 1
-        if not running:
-            return
-        if not ready:  # all wait: compute one batch here, then take the futures that are done
-            if local:
-                ready, local = answer_batch(local)
-            on_wait(len(futures))
-            timeout = 0 if ready else None  # a computed batch waits for nobody
-            done, _ = wait(futures, timeout, FIRST_COMPLETED)
-            ready += [(futures.pop(future), future.result()) for future in done]
-        resumed, ready = ready, []
-        for dialogue, reply in resumed:
-            try:
-                awaited = dialogue.send(reply)
-            except StopIteration as end:
-                running -= 1
-                yield end.value
-                continue
-            if isinstance(awaited, Future):
-                futures[awaited] = dialogue
-            else:
-                local.append((awaited, dialogue))
+FIRST_BUG = threading.Lock()
 
 
-def answer_batch(local):
-    """Ask the speaker that most dialogues wait for: (dialogues with replies, requests left)."""
-    groups = {}  # a batch is for one speaker, and one number of samples
-    for entry in local:
-        speaker, request = entry[0]
-        groups.setdefault((id(speaker), request.n), []).append(entry)
-    batch = max(groups.values(), key=len)
-    left = [entry for group in groups.values() if group is not batch for entry in group]
-    speaker = batch[0][0].speaker
-    requests = [asked.request for asked, _ in batch]
-    replies = speaker.speak(
-        [request.messages for request in requests], requests[0].n,
-        [request.seed for request in requests], [request.task for request in requests],
-        [request.key for request in requests])
-    dialogues = [dialogue for _, dialogue in batch]
-    return list(zip(dialogues, replies, strict=True)), left
+def show_bug():
+    """Print the traceback of an exception that nobody expected, of the first one alone."""
+    if FIRST_BUG.acquire(blocking=False):  # it is never released
+        tqdm.write(traceback.format_exc(), file=sys.stderr)
+
+
+def episode_key(episode):
+    return episode["task"]["task_id"], episode["sample"]
 
 
 # -----------------------------------------------------------------------------
-# A whole rollout
+# Candidates in the states of episodes
 
 
-class RolloutSettings(typing.NamedTuple):
-    """What the flags of a rollout say."""
+def choose_states(episodes, fraction, states_per_task, seed):
+    """The agent's turns in a share of the tasks; of each task at most so many, drawn with a seed.
 
-    agent: str
-    agent_settings: SpeakerSettings
-    human: str
-    human_settings: SpeakerSettings
-    rules: Rules
-    referee: RefereeSettings
-    notes: dict  # facts that go into every episode
-
-
-def all_jobs(tasks, samples_per_task):
-    return [(task, sample) for sample in range(samples_per_task) for task in tasks]
-
-
-def collect_episodes(jobs, settings, output, process, wrap_agent=None):
-    """Play the jobs that `output` does not hold yet; return all episodes in the order of the jobs.
-
-    `wrap_agent` puts something between the agent and the dialogue, such as evaluate.py's best of N.
+    With few states of a task, the same sampling covers more tasks.
     """
-    store = ResumableJsonl(output, lambda row: (row["task"]["task_id"], row["sample"]), process,
-                           lambda row: not row["error"])
+    task_ids = sorted(group_by_task(episodes))
+    random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
+    used = set(task_ids[:max(1, round(fraction * len(task_ids)))])
+    states = [{"task": episode["task"], "sample": episode["sample"], "turn": turn,
+               "messages": messages, "agent_prompt": episode["agent_prompt"]}
+              for episode, turn, messages in states_of(episodes)
+              if episode["task"]["task_id"] in used]
+    if not states_per_task:
+        return states
+    drawn = []
+    for task_id, group in group_by_task(states).items():
+        draw = random.Random(derive_seed(seed, "states", task_id))
+        drawn += draw.sample(group, min(states_per_task, len(group)))
+    return drawn
+
+
+def candidates(state, agent, n, seed):
+    """The state, with n messages that the agent could say in it."""
+    # "candidates": without it, candidates would repeat the draws of messages of the dialogue
+    seed = derive_seed(seed, "candidates", *state_key(state))
+    try:
+        said = agent.reply(Request(state["messages"], n, seed, state["task"]))
+    except SpeakerError as reason:
+        return state | {"error": str(reason)}
+    return state | {"candidates": [utterance.text for utterance in said],
+                    "finished": [utterance.finished for utterance in said], "error": None}
+
+
+# -----------------------------------------------------------------------------
+# The run
+
+
+def open_agent(args, process):
+    return load_speaker(args.agent, "agent", SpeakerSettings(
+        args.agent_model, args.temperature, args.max_new_tokens, args.batch_size, process.device,
+        args.dtype))
+
+
+def collect_episodes(args, process, open_agent=open_agent, notes=None):
+    """Play what `args.output` lacks; returns all episodes, on the leader.
+
+    Variants open another agent, and add `notes` to every episode.
+    """
+    is_toy = args.tasks.startswith("toy:")
+    tasks = (toy_tasks if is_toy else read_tasks)(args.tasks, args.num_tasks)
+    args.num_tasks = len(tasks)  # in the record, so that a rerun never shrinks the output
+    args.human = args.human or ("scripted" if is_toy else None)
+    rules = read_rules(args, tasks)
+    jobs = [(task, sample) for sample in range(args.samples_per_task) for task in tasks]
+    keys = [(task["task_id"], sample) for task, sample in jobs]
+    store = open_store(args, [None if is_toy else args.tasks], episode_key, process)
     mine = [(task, sample) for task, sample in jobs[process.rank::process.world]
             if (task["task_id"], sample) not in store.rows]
     if mine:
-        domain = DOMAINS[mine[0][0]["domain"]]
-        with open_referee([task for task, _ in jobs], settings.referee) as referee:
-            human = load_speaker(settings.human, "human", settings.human_settings, domain.pages)
-            agent = load_speaker(settings.agent, "agent", settings.agent_settings)
-            if wrap_agent:
-                agent = wrap_agent(agent)
-            parties = Parties(agent, human, referee, settings.rules)
-            with Progress(len(jobs), store.rows.values(), process) as progress:
-                dialogues = (play(task, sample, parties, progress.turn) for task, sample in mine
-                             if not (agent.given_up or human.given_up))
-                for episode in interleave(dialogues, settings.agent_settings.batch_size,
-                                          progress.show):
-                    store.append(episode | settings.notes)
-                    progress.episode(episode)
-            if human.given_up and not human.has_answered:
-                # what has ended without a human reply must not block a corrected --human
-                store.discard({(task["task_id"], sample) for task, sample in mine})
-            stop_if_given_up(agent, human)
-    return store.finish([(task["task_id"], sample) for task, sample in jobs])
+        domain = one_domain(tasks)
+        settings = JudgeSettings(
+            args.judge, args.require_protection, max(1, os.cpu_count() // process.world),
+            args.clip or ("none" if is_toy else None), args.clip_crop, process.device)
+        notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
+        with domain.open_judge(settings) as judge:
+            human = load_speaker(args.human, "human", SpeakerSettings(
+                args.human_model, args.human_temperature, args.human_max_new_tokens,
+                args.batch_size, process.device, args.dtype), domain.pages)
+            agent = open_agent(args, process)
+
+            def work(job, on_turn):
+                return play(*job, agent, human, judge, rules, on_turn) | notes
+
+            fill(store, mine, keys, work, (agent, human), args.batch_size)
+    return store.finish(keys)
 
 
-def stop_if_given_up(*speakers):
-    """End a run whose server does not answer, once all that was in flight is on disk."""
-    for speaker in speakers:
-        if speaker.given_up:
-            raise SystemExit(f"found a server that answers no request ({speaker.given_up}),"
-                             " expected one that does; start it again, then rerun the same command"
-                             " to resume; or correct its address, the model's name or"
-                             " OPENAI_API_KEY")
+def collect_states(args, process):
+    """Sample what `args.output` lacks; returns all states, on the leader."""
+    check_spec(args.agent)
+    episodes, failed = load_episodes(args.states)
+    if not episodes:
+        raise SystemExit(f"{' '.join(args.states)}: found {failed} failed episodes and no other,"
+                         " expected some with agent turns; collect them again")
+    states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
+    keys = [state_key(state) for state in states]
+    store = open_store(args, args.states, state_key, process)
+    mine = [state for state in states[process.rank::process.world]
+            if state_key(state) not in store.rows]
+    if mine:
+        agent = open_agent(args, process)
+        samples = args.batch_size
+        if not is_server(args.agent):
+            samples *= 8  # a local model sorts several batches by length
+
+        def work(state, on_turn):
+            return candidates(state, agent, args.num_candidates, args.seed)
+
+        fill(store, mine, keys, work, (agent,), max(1, samples // args.num_candidates))
+    return store.finish(keys)
 
 
-class Progress:
-    """The leader's bar: episodes, and between them turns, and requests and grades in flight."""
-
-    def __init__(self, total, episodes, process):
-        self.totals, self.turns, self.in_flight = Counter(), 0, 0
-        self.world = process.world
-        add_outcomes(self.totals, episodes)
-        self.bar = tqdm(total=total, initial=len(episodes), unit="episode", **process.bar)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.show(0)
-        self.bar.close()
-
-    def turn(self):
-        self.turns += 1
-
-    def show(self, in_flight):
-        self.in_flight = in_flight
-        self.draw(0)
-
-    def episode(self, episode):
-        add_outcomes(self.totals, [episode])
-        self.draw(self.world)
-
-    def draw(self, episodes):
-        waiting = f", {self.in_flight} in flight" if self.in_flight else ""
-        self.bar.set_postfix_str(f"{summary(self.totals)}, {counted(self.turns, 'turn')}"
-                                 f"{waiting}", refresh=False)
-        self.bar.update(episodes)
+def open_store(args, inputs, key, process):
+    """The rows that the output has; another command's output is refused."""
+    # a critic, too, if a variant has one
+    checkpoints = [value for value in vars(args).values() if isinstance(value, str)]
+    inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*checkpoints)]
+    return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
+                     keep=lambda row: not row.get("error"))
 
 
-def add_outcomes(totals, episodes):
-    """Add episodes to the counts that `summary` prints; one with an error has no outcome."""
-    for episode in episodes:
-        if not episode["error"]:
-            totals["played"] += 1
-            if episode["success"] is not None:
-                totals["tested"] += 1
-            if episode["success"]:
-                totals["passed"] += 1
-            totals["reward"] += episode["reward"]
-    return totals
+def fill(store, jobs, keys, work, speakers, in_flight):
+    """Append work(job, on_turn) of each job as soon as it is there, `in_flight` at a time."""
+    waiting = (job for job in jobs if not any(speaker.given_up for speaker in speakers))
+    with Progress(store.rows.values(), len(keys), store.process) as progress:
+
+        def work_and_keep(job):  # in the job's thread: a kill loses nothing that was finished
+            row = work(job, progress.turn)
+            store.append(row)
+            progress.row(row)
+
+        for _ in run(work_and_keep, waiting, in_flight):
+            pass
+    if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
+        # what ended without, say, a human's reply must not block a corrected --human
+        store.discard(set(keys) - store.rows.keys())
+    stop_if_given_up(*speakers)
 
 
-def summary(totals):
-    """Mean success, which pages do not have, and mean reward."""
-    reward = f"reward {totals['reward'] / max(1, totals['played']):.3f}"
-    if not totals["tested"]:
-        return reward
-    return f"success {totals['passed'] / totals['tested']:.3f}, {reward}"
+def report(rows, args):
+    what = counted(len(rows), "state" if args.states else "episode")
+    print(f"{args.output}: {what}, {Outcome(rows)}")
+    if not args.states:
+        print(marker_hint(rows), end="")
+    failures = [row["error"] for row in rows if row.get("error")]
+    if failures:
+        print(f"First failure: {failures[0]}\nGive the same command again to retry.")
+    if len(failures) == len(rows):
+        raise SystemExit("everything failed; expected the agent and the human to answer: see the"
+                         " reason above")
 
 
 def marker_hint(episodes):
-    """A hint if most dialogues ended without the marker. Pages do without: the last one counts."""
+    """A line if most dialogues ended without the marker. Pages do without: the last one counts."""
     last = [episode["dialogue_history"][-1] for episode in episodes
             if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
     unmarked = [message for message in last if ANSWER_MARKER not in message["content"]]
     if len(unmarked) <= len(last) / 2:
         return ""
     cut = sum(not message["finished"] for message in unmarked)
-    return (f"Most dialogues ({len(unmarked)} of {len(last)}) ended without the marker"
-            f" '{ANSWER_MARKER}', so that their last message was graded as it is. Read some with"
-            " `python colbench.py show`; then name the marker in the agent's prompt, take an agent"
-            " that follows instructions, or raise --max_turns or --max_new_tokens"
-            f" ({cut} of these messages were cut).\n")
+    return (f"{len(unmarked)} of {len(last)} dialogues ended without '{ANSWER_MARKER}' ({cut} were"
+            " cut), so that their last message was graded as it is. `python colbench.py show`"
+            " prints some; name the marker in the agent's prompt, or raise --max_turns or"
+            " --max_new_tokens.\n")
+
+
+def read_rules(args, tasks):
+    """What the flags and the prompts say; what cannot be played is refused before a model loads."""
+    domain = one_domain(tasks)
+    check_spec(args.agent)
+    check_spec(args.human or "scripted")
+    if domain.open_judge is None:
+        raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
+                         " expected tasks to play; --states samples candidates in logged episodes")
+    used_elsewhere = {name for other in DOMAINS.values() for name in other.flags}
+    for name in sorted(used_elsewhere - set(domain.flags)):
+        if getattr(args, name) != JudgeSettings._field_defaults[name]:
+            refuse_flag(args, name, "for these tasks")
+    if args.human is None:
+        raise SystemExit("found no --human, which these tasks need; expected a server or a model"
+                         " (or scripted, which only says that it does not know, for a dry run)")
+    human_prompt = read_prompt(args.human_prompt)
+    if human_prompt is None:
+        human_prompt = domain.human_prompt
+    for field in domain.human_prompt_fields:
+        if "{" + field + "}" not in human_prompt:
+            raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
+                             " expected it: the human would not know what to want; add it")
+    trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
+    if args.agent_prompt is None and trained_with.is_file():
+        agent_prompt = read_prompt(trained_with)
+    else:
+        agent_prompt = read_prompt(args.agent_prompt)
+    if agent_prompt is None:
+        agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
+    return Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars or domain.reply_chars,
+                 args.seed)
 
 
 def main(args):
     process = join_processes()
-    tasks = rollout_tasks(args, process)
-    settings = rollout_settings(args, tasks, process)
-    claim_rollout(args.output, vars(args), process, COST_FLAGS)
-    jobs = all_jobs(tasks, args.samples_per_task)
-    episodes = collect_episodes(jobs, settings, args.output, process)
-    if not process.leads:
-        return
-    failures = [episode["error"] for episode in episodes if episode["error"]]
-    outcomes = summary(add_outcomes(Counter(), episodes))
-    print(f"{args.output}: {counted(len(episodes), 'episode')}, {outcomes}, {len(failures)} failed")
-    print(marker_hint(episodes), end="")
-    if failures:
-        print(f"First failure: {failures[0]}\nGive the same command again to retry the failed"
-              " ones.")
-    if len(failures) == len(episodes):
-        raise SystemExit("every dialogue failed; expected the agent and the human to answer: see"
-                         " the first failure above")
-
-
-COST_FLAGS = ("batch_size",)  # they do not change what is played
-
-
-def claim_rollout(output, flags, process, cost_flags):
-    """claim_output for episodes."""
-    record = Path(f"{output}.run.json")
-    if Path(output).exists() and not record.is_file():
-        raise SystemExit(f"{output}: found a file that these scripts did not write here (its"
-                         " .run.json is missing), expected a new name or the output of the same"
-                         " command; choose another --output")
-    tasks = flags["tasks"] if Path(flags["tasks"]).is_file() else None
-    inputs = [tasks, flags["agent_prompt"], flags["human_prompt"]]
-    inputs += records(flags["agent"], flags["human"], flags.get("critic"))
-    claim_output(record, flags, inputs, process, cost_flags)
+    if args.states:
+        rows = collect_states(args, process)
+    else:
+        rows = collect_episodes(args, process)
+    if process.leads:
+        report(rows, args)
 
 
 # -----------------------------------------------------------------------------
 # Command line
 
-
-def add_rollout_flags(parser):
-    """The flags of a rollout, which collect.py and evaluate.py share; returns their names."""
-    names = []
-
-    def add(flag, **options):  # to the current group
-        names.append(group.add_argument(flag, **options).dest)
-
-    group = parser.add_argument_group("tasks")
-    add("--tasks", help="task file, or toy:backend:train, toy:frontend:test, ...")
-    add("--num_tasks", type=int,
-        help=f"play only the first NUM_TASKS tasks (default: all; of a toy world {TOY_TASKS})")
-    add("--skip_unsolvable", action="store_true",
-        help="omit tasks that their own solution cannot solve")
-    add("--seed", type=int, default=0, help="seed of all sampling")
-    group = parser.add_argument_group("agent")
-    add("--agent", help="model name or directory, http://host:port/v1, scripted, or scripted:NAME,"
-        " a function of toy/world.py: SCRIPTED")
-    add("--agent_model", help="model name to ask an agent server for")
-    add("--agent_prompt", help="file with the agent's instructions (default: the"
-        " checkpoint's own, or ours)")
-    add("--temperature", type=float, default=1.0, help="of the agent")
-    add("--max_new_tokens", type=int, default=1024, help="of one agent message")
-    names.append(add_dtype_flag(group))
-    group = parser.add_argument_group("human")
-    add("--human", help="model name or directory (for pages: of a vision-language model),"
-        " http://host:port/v1, scripted (the default in a toy world), or scripted:NAME, a function"
-        " of toy/world.py: SCRIPTED, which can be yours")
-    add("--human_model", help="model name to ask a human server for")
-    add("--human_prompt", help="file with the human's instructions, with {hidden_information} and"
-        " other text fields of the task in braces (default: ours)")
-    add("--uninformed_human", action="store_true",
-        help="allow a --human_prompt without {hidden_information}")
-    add("--human_temperature", type=float, default=0.0, help="of the human")
-    add("--human_max_new_tokens", type=int, default=1024,
-        help="of one human message, its thoughts included")
-    group = parser.add_argument_group("rules and judge")
-    add("--max_turns", type=int, default=MAX_TURNS, help="agent messages")
-    add("--reply_chars", type=int,
-        help="cut human replies here (default: 400 backend, 1000 frontend)")
-    add("--judge", choices=("fixed", "official"), default="fixed",
-        help="fixed: our grading; official: that of the official code, with its quirks")
-    add("--require_protection", action="store_true",
-        help="refuse to run if the sandbox lacks a protection")
-    add("--clip", help="reward of pages: CLIP model or none (default:"
-        " clip-vit-base-patch32; toy: none)")
-    add("--clip_crop", choices=("center", "pad"), default="center",
-        help="what CLIP sees of tall pages: the middle square (official code), or all of it")
-    add("--batch_size", type=int, default=64,
-        help="dialogues played at the same time by each process")
-    return names
+BOUNDS = {  # flag -> (least, below)
+    "num_tasks": (1, math.inf), "samples_per_task": (1, math.inf), "max_turns": (1, math.inf),
+    "reply_chars": (1, math.inf), "max_new_tokens": (1, math.inf), "batch_size": (1, math.inf),
+    "human_max_new_tokens": (1, math.inf), "temperature": (0, math.inf), "seed": (0, math.inf),
+    "human_temperature": (0, math.inf), "states_fraction": (0, 1.000001),
+    "states_per_task": (1, math.inf), "num_candidates": (1, math.inf),
+}
+PLAYING = (
+    "num_tasks", "samples_per_task", "agent_prompt", "human", "human_model", "human_prompt",
+    "human_temperature", "human_max_new_tokens", "max_turns", "reply_chars", "judge",
+    "require_protection", "clip", "clip_crop")
+SAMPLING = ("states_fraction", "states_per_task", "num_candidates")
+# flag -> what it does nothing without
+NEEDS = dict.fromkeys(PLAYING, "tasks") | dict.fromkeys(SAMPLING, "states")
 
 
-def check_rollout_flags(parser, args):
-    for name in ("tasks", "agent"):
-        if not getattr(args, name):
-            raise SystemExit(f"found no --{name}; expected one (see --help)")
-    require_at_least(1, args, "num_tasks", "max_new_tokens", "human_max_new_tokens", "max_turns",
-                     "reply_chars", "batch_size")
-    require_at_least(0, args, "temperature", "human_temperature", "seed")
-    refuse_party_flags(parser, args, args.human or "scripted")
-    if args.num_tasks is None and args.tasks.startswith("toy:"):
-        args.num_tasks = TOY_TASKS  # in the record, so that a rerun never shrinks the output
+def collect_parser(description):
+    """Variants add flags of their own."""
+    parser = flag_parser(description, BOUNDS, NEEDS)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"
+                      " toy:frontend:test, ...")
+    what.add_argument("--states", nargs="+", default=[],
+                      help="episodes whose agent turns to sample candidates for")
+    parser.add_argument("--output", required=True, help="file of episodes, or of candidates")
+    parser.add_argument("--num_tasks", type=int,
+                        help="only the first NUM_TASKS tasks (default: all; of a toy world 1,000)")
+    parser.add_argument("--samples_per_task", type=int, default=3, help="episodes of each task")
+    parser.add_argument("--states_fraction", type=float, default=0.1,
+                        help="share of the tasks that give states")
+    parser.add_argument("--states_per_task", type=int,
+                        help="draw this many states of each of them (default: all)")
+    parser.add_argument("--num_candidates", type=int, default=16, help="messages for each state")
+    parser.add_argument("--agent", required=True,
+                        help="model name or directory, http://host:port/v1, scripted, or"
+                        " scripted:NAME, a function of toy/world.py: SCRIPTED")
+    parser.add_argument("--agent_model", help="model name to ask an agent server for")
+    parser.add_argument("--agent_prompt",
+                        help="file with its instructions (default: the checkpoint's own, or ours)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the agent")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="of one agent message")
+    parser.add_argument("--human", help="as --agent; for pages, a vision-language model (default in"
+                        " a toy world: scripted)")
+    parser.add_argument("--human_model", help="model name to ask a human server for")
+    parser.add_argument("--human_prompt",
+                        help="file with its instructions, with {hidden_information} and other text"
+                        " fields of the task in braces (default: ours)")
+    parser.add_argument("--human_temperature", type=float, default=0.0, help="of the human")
+    parser.add_argument("--human_max_new_tokens", type=int, default=1024,
+                        help="of one human message, its thoughts included")
+    parser.add_argument("--max_turns", type=int, default=MAX_TURNS, help="agent messages")
+    parser.add_argument("--reply_chars", type=int,
+                        help="cut human replies here (default: 400 backend, 1000 frontend)")
+    parser.add_argument("--judge", choices=("fixed", "official"), default="fixed",
+                        help="fixed: our grading; official: that of the official code, with its"
+                        " quirks")
+    parser.add_argument("--require_protection", action="store_true",
+                        help="refuse to run if the sandbox lacks a protection")
+    parser.add_argument("--clip", help="reward of pages: CLIP model, or none (default:"
+                        " clip-vit-base-patch32; in a toy world: none)")
+    parser.add_argument("--clip_crop", choices=("center", "pad"), default="center",
+                        help="what CLIP sees of tall pages: the middle square (official code), or"
+                        " all of it")
+    parser.add_argument("--batch_size", type=int, default=64,
+                        help="dialogues at a time in each process; of candidates, messages")
+    add_dtype_flag(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of all sampling")
+    return parser
 
 
-def rollout_tasks(args, process):
-    """The tasks of --tasks, without those that --skip_unsolvable omits."""
-    tasks = read_tasks(args.tasks, args.num_tasks)
-    unsolvable = unsolvable_tasks(tasks, args, process)
-    if not unsolvable:
-        return tasks
-    if process.leads:
-        lines = ", ".join(str(index + 1) for index in unsolvable[:5])
-        if len(unsolvable) > 5:
-            lines += ", ..."
-        if args.skip_unsolvable:
-            what = "are omitted"
-        else:
-            what = "are played all the same (--skip_unsolvable omits them)"
-        print(f"{len(unsolvable)} of {len(tasks)} tasks cannot be solved by their own solution and"
-              f" {what}: {args.tasks}, line {lines}; `python colbench.py check {args.tasks}` says"
-              " why", file=sys.stderr)
-    if not args.skip_unsolvable:
-        return tasks
-    solvable = [task for index, task in enumerate(tasks) if index not in unsolvable]
-    if not solvable:
-        raise SystemExit(f"{args.tasks}: found no task that its own solution solves, expected at"
-                         " least one; mend the tests or the solutions")
-    return solvable
-
-
-def unsolvable_tasks(tasks, args, process):
-    """The indices of the tasks that have a test which their own solution does not pass.
-
-    The leader finds them for all ranks, which must not disagree on what is played.
-    """
-    check = one_domain(tasks).check
-    if args.skip_unsolvable and not check:
-        refuse_flag(args, "skip_unsolvable", "for tasks without tests")
-    solvable_by_construction = "toy" in tasks[0] and not args.skip_unsolvable
-    if solvable_by_construction or not check:
-        return []
-    found = []
-    if process.leads:
-        rows, _ = check(tasks, args.judge, args.require_protection)
-        # a task whose solution is slow is kept: a faster answer passes, and times vary
-        found = sorted({index for index, _, reason in rows if reason != TOO_SLOW})
-    return process.from_leader(found)
-
-
-def rollout_settings(args, tasks, process):
-    """The flags as records; everything that can fail without loading a model fails here."""
-    human_spec = args.human or "scripted"
-    check_spec(args.agent)
-    check_spec(human_spec)
-    checkpoint_prompt = Path(args.agent, "agent_prompt.txt")  # what a checkpoint was trained with
-    if args.agent_prompt is None and checkpoint_prompt.is_file():
-        agent_prompt = read_prompt(checkpoint_prompt)
-    else:
-        agent_prompt = read_prompt(args.agent_prompt)
-    human_prompt = read_prompt(args.human_prompt)
-    if human_prompt is not None and not args.uninformed_human:
-        check_human_prompt(args.human_prompt, human_prompt, tasks[0])
-    if not args.human and not all("toy" in task for task in tasks):
-        raise SystemExit("found no --human, which these tasks need; expected a server or a model"
-                         " (or scripted, which only says that it does not know, for a dry run)")
-    agent = SpeakerSettings(args.agent_model, args.temperature, args.max_new_tokens,
-                            args.batch_size, process.device, args.dtype)
-    human = SpeakerSettings(args.human_model, args.human_temperature, args.human_max_new_tokens,
-                            args.batch_size, process.device, args.dtype)
-    domain = DOMAINS[tasks[0]["domain"]]
-    refuse_other_domains(args, domain)
-    if agent_prompt is None:
-        agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
-    if human_prompt is None:
-        human_prompt = domain.human_prompt
-    rules = Rules(agent_prompt, human_prompt, args.max_turns,
-                  args.reply_chars or domain.reply_chars, args.seed)
-    workers = max(1, (os.cpu_count() or 1) // process.world)
-    return RolloutSettings(
-        agent=args.agent, agent_settings=agent,
-        human=human_spec, human_settings=human,
-        rules=rules,
-        referee=RefereeSettings(args.judge, args.require_protection, workers, args.clip,
-                                args.clip_crop, process.device),
-        notes={"agent": args.agent, "human": args.human_model or human_spec})
-
-
-def refuse_party_flags(parser, args, human_spec):
-    """Refuse model names without a server, and sampling flags of scripted parties."""
-    for name, spec in (("agent_model", args.agent), ("human_model", human_spec)):
-        if not is_server(spec):
-            refuse_ignored(parser, args, [name], f"because {spec} is not the address of a server")
-    if is_scripted(args.agent):
-        refuse_ignored(parser, args, ["temperature", "max_new_tokens"], "by a scripted agent")
-    if is_scripted(human_spec):
-        refuse_ignored(parser, args, ["human_prompt", "human_temperature", "human_max_new_tokens"],
-                       "by a scripted human")
-    if args.human_prompt is None:
-        refuse_ignored(parser, args, ["uninformed_human"], "without --human_prompt")
-
-
-def refuse_other_domains(args, domain):
-    """Flags of the judge that this domain ignores, such as --clip for functions."""
-    names = {name for other in DOMAINS.values() for name in other.flags}
-    for name in sorted(names - set(domain.flags)):
-        if getattr(args, name) != RefereeSettings._field_defaults[name]:
-            refuse_flag(args, name, "for these tasks")
-
-
-def check_human_prompt(path, prompt, task):
-    """A human who is not told what to want can only say that it does not know."""
-    for field in DOMAINS[task["domain"]].human_prompt_fields:
-        if "{" + field + "}" not in prompt:
-            raise SystemExit(f"{path}: found a human prompt without {{{field}}}, expected it, since"
-                             " the human would not know what to want; add it, or allow this with"
-                             " --uninformed_human")
-
-
-def parse_args(argv=None):
-    parser = flag_parser(__doc__)
-    add_rollout_flags(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--samples_per_task", type=int, default=3, help="episodes of each task")
-    group.add_argument("--output", required=True, help="EPISODES.jsonl")
+def parse_args(argv=None, parser=None):
+    parser = parser or collect_parser(__doc__)
     args = parser.parse_args(argv)
-    check_rollout_flags(parser, args)
-    require_at_least(1, args, "samples_per_task")
+    no_effect = [  # (when, flags, reason)
+        (not is_server(args.agent), ["agent_model"],
+         f"because {args.agent} is not the address of a server"),
+        (not is_server(args.human or ""), ["human_model"],
+         "because --human is not the address of a server"),
+        (is_scripted(args.agent), ["temperature", "max_new_tokens"], "by a scripted agent"),
+        (is_scripted(args.human or "scripted"),
+         ["human_prompt", "human_temperature", "human_max_new_tokens"], "by a scripted human"),
+    ]
+    for applies, names, reason in no_effect:
+        if applies:
+            parser.refuse_ignored(args, names, reason)
     return args
 
 

@@ -1,572 +1,518 @@
-r"""Evaluate policies: numbers with intervals, paired comparisons, best of N, and a report.
+r"""Evaluate policies from their episodes: means with intervals, differences, and who won.
 
 How it works (SWEET-RL section 5):
-  1. The episodes of each policy are read (`--episodes`) or rolled out here (`--tasks`, `--agent`).
-  2. The samples of a task are averaged first, then the tasks. An episode with an error counts as
-     an error and nowhere else.
-  3. Each 95 % interval is a bootstrap over tasks, and over seeds where a policy has several files.
-     Where all outcomes agree, a bootstrap has no width, and Wilson's interval takes its place.
-  4. The best policy is compared with every other one on the same tasks, and each one of
-     `--episodes`, or played here, with each of `--against`: difference, interval, sign test, win
-     rate.
-  5. `--best_of_n` lets a critic or a grader model choose each turn among N candidates.
+  1. The samples of a task are averaged first, then the tasks. An episode with an error counts as
+     an error and nowhere else: `task_means`.
+  2. A 95 % interval is a bootstrap over tasks, crossed with seeds. Where all outcomes agree, a
+     bootstrap has no width, and Wilson's interval takes its place: `interval`.
+  3. Every policy is compared with the first one, and the best with every other, on the same tasks:
+     difference, win rate, sign test: `compare`.
+It plays nothing and loads no model.
 
-    python evaluate.py --episodes sft=runs/sft/episodes.jsonl sweet=runs/sweet/episodes.jsonl \
-        --against base=runs/base/episodes.jsonl \
-        --output runs/evaluation --report runs/evaluation/report.html
-    python evaluate.py --episodes sweet=seed0.jsonl sweet=seed1.jsonl \
-        --output runs/evaluation                                          # one policy, two seeds
-    python evaluate.py --tasks test.jsonl --agent policy --best_of_n 1 4 16 --critic critic \
-        --human http://localhost:8000/v1 --output runs/best_of_n
-    python evaluate.py --metrics runs/critic/metrics.jsonl --report runs/training.html
-                                                          # watch a training run; no episodes yet
+    python evaluate.py base=base.jsonl sweet=sweet.jsonl --output runs/evaluation
+    python evaluate.py base=base0.jsonl base=base1.jsonl sweet=sweet0.jsonl sweet=sweet1.jsonl \
+        --output runs/evaluation                                          # two seeds of each
 
-Reads: episodes (of collect.py, or the official file); metrics.jsonl of checkpoints (`--metrics`),
-and the run.json and candidates.jsonl beside them.
-Writes: results.json and results.md (tables to paste) in `--output`; the report, one HTML file that
-needs no network (evaluate.html with the data filled in).
-For the report, episodes may also carry `advantages` and `credits` (one entry for each agent turn),
-`screenshot` and `solution_screenshot` (base64); for the table, `agent_tokens`; for the best-of-N
-curve, `best_of_n` and `scorer`.
+To change what is measured, edit `episode_numbers` and NUMBERS; how sure a number is, `interval`;
+when a difference is settled, `compare`; what is said about it, `verdict`.
 
-Shape letters: D bootstrap draws, R runs (seeds) of a policy, T tasks.
+Reads: episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`).
+Writes: results.json, and results.md with the tables that are printed. `python -m report` draws the
+same numbers as a page.
+Letters in shapes: D bootstrap draws, R runs (seeds) of a policy, T tasks.
 """
 
-import functools
 import json
 import math
-import re
-import typing
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy
 
-from colbench import (
-    check_same_task, lacks_answer, read_episodes, without_thoughts, write_atomically)
-from collect import (
-    COST_FLAGS, add_rollout_flags, all_jobs, check_rollout_flags, claim_rollout, collect_episodes,
-    rollout_settings, rollout_tasks)
+from colbench import DOMAINS, check_same_task, lacks_answer, one_domain, read_episodes
 from judge.sandbox import SOLUTION_FAILED
-from report.page import (
-    PAGE_BYTES, Summary, annotate, as_json, filled_page, overview, packed_episodes, read_training,
-    training_sentences)
-from report.statistics import (
-    PolicyValues, compare, draw_counts, interval, limits_of, pass_power)
-from report.tables import HEADINGS, all_tables, lines_of, main_metric, verdict
-from speakers import load_speaker
-from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
-from speakers.names import is_server
-from stages.flags import flag_parser, refuse_ignored, require_at_least
-from stages.processes import join_processes, launch
-from train_critic import Critic, critic_flags
+from runtime.files import write_atomically
+from runtime.flags import flag_parser
+from runtime.processes import launch
+from runtime.text import harmless
 
 # -----------------------------------------------------------------------------
-# From episodes to numbers
+# From episodes to a number for each task
 
-
-class ScoreSettings(typing.NamedTuple):
-    seed: int = 0
-    draws: int = 2000
-    leak_threshold: float = 0.5
-
-
-def split_name(spec):
-    """(name, path) of NAME=FILE or FILE.
-
-    A file without a name is named after itself, or after its folder where the file has the name
-    that every stage gives it.
-    """
-    name, equals, path = spec.partition("=")
-    if equals and not Path(spec).exists():
-        return name, path
-    file = Path(spec).resolve()
-    if file.stem in ("episodes", "metrics"):
-        return file.parent.name, spec
-    return file.stem, spec
-
-
-def read_policies(specs):
-    """Policy name -> runs, each the episodes of one file; a NAME= given again is another seed."""
-    policies = defaultdict(list)
-    for spec in specs:
-        name, path = split_name(spec)
-        if name in policies and path == spec:  # without NAME=, two files are no seeds
-            raise SystemExit(f"{path}: found a second file named {name!r}, expected NAME=FILE; give"
-                             " both one NAME if they are seeds of a policy, or else two")
-        policies[name].append(read_episodes(path))
-    return dict(policies)
-
-
-def shared_tasks(policies):
-    """All task ids in order of appearance, and their domain.
-
-    A run that lacks some of the tasks, or has others of their names, cannot be compared.
-    """
-    runs = []
-    everything, tasks = {}, {}
-    for name, policy in policies.items():
-        for run in policy:
-            for episode in run:
-                check_same_task(tasks, episode["task"], f"policy {name!r}")
-            domains = {episode["task"]["task_id"]: episode["task"]["domain"] for episode in run}
-            runs.append((name, domains))
-            everything |= domains
-    for name, domains in runs:
-        missing = [task_id for task_id in everything if task_id not in domains]
-        if missing:
-            first = ", ".join(missing[:5])
-            if len(missing) > 5:
-                first += ", ..."
-            raise SystemExit(f"found no episode of {len(missing)} of {len(everything)} tasks in a"
-                             f" run of {name!r} ({first}), expected all runs on the same tasks;"
-                             " roll these out or omit the file")
-    domains = sorted(set(everything.values()))
-    if len(domains) > 1:
-        raise SystemExit(f"found {' and '.join(domains)} tasks together, expected one domain;"
-                         " evaluate them separately")
-    return list(everything), domains[0]
+NUMBERS = {  # key -> heading, factor
+    "success": ("Success %", 100),
+    "reward": ("Reward × 100", 100),  # a domain may name it otherwise
+    "turns": ("Turns", 1),
+    "tokens": ("Agent tokens", 1),
+    "no_answer": ("No answer %", 100),
+    "errors": ("Errors %", 100),
+    "leaking": ("Leaking %", 100),
+    "clean_success": ("Success without leaks %", 100),
+}
 
 
 def episode_numbers(episode, leak_threshold, in_tokens):
-    """The numbers of one episode; means omit those that it lacks."""
+    """The numbers of one episode; a mean omits the episodes that lack it."""
     if episode["error"]:
         return {"errors": 1.0}
-    numbers = {"errors": 0.0, "reward": float(episode["reward"]), "turns": float(episode["turns"])}
-    if in_tokens:
-        numbers["tokens"] = float(episode["agent_tokens"])
-    else:
-        agent_turns = episode["dialogue_history"][1::2]
-        words = [len((turn.get("output") or turn["content"]).split()) for turn in agent_turns]
-        numbers["tokens"] = float(sum(words))
-    if episode["success"] is not None:
+    turns = [turn for turn in episode["dialogue_history"] if turn["role"] == "assistant"]
+    words = [len((turn.get("output") or turn["content"]).split()) for turn in turns]
+    numbers = {"errors": 0.0, "reward": float(episode["reward"]), "turns": float(len(turns)),
+               "tokens": float(episode["agent_tokens"] if in_tokens else sum(words))}
+    if episode["success"] is not None:  # of pages and logs, the reward is all there is
         leaking = episode["leak"] >= leak_threshold
         numbers["success"] = float(episode["success"])
-        numbers["leaking"] = float(leaking)
         numbers["no_answer"] = float(lacks_answer(episode))
+        numbers["leaking"] = float(leaking)
         if not leaking:
             numbers["clean_success"] = float(episode["success"])
     return numbers
 
 
-def task_means(run, task_ids, powers, settings, in_tokens):
-    """Number -> its mean over the samples of each task (T,), NaN where no sample counts."""
+def task_means(run, task_ids, leak_threshold, in_tokens):
+    """Key -> the mean over the samples of each task (T,), NaN where no sample has the number."""
     samples = {task_id: defaultdict(list) for task_id in task_ids}
     for episode in run:
-        numbers = episode_numbers(episode, settings.leak_threshold, in_tokens)
-        for key, value in numbers.items():
+        for key, value in episode_numbers(episode, leak_threshold, in_tokens).items():
             samples[episode["task"]["task_id"]][key].append(value)
-    means = {key: [] for key in HEADINGS}
-    for task in samples.values():
-        for key in HEADINGS:
-            means[key].append(sum(task[key]) / len(task[key]) if task[key] else math.nan)
-    for k in powers:
-        means[f"pass^{k}"] = [pass_power(task["success"], k) for task in samples.values()]
-    return means
+    return {key: [mean_or_nan(task[key]) for task in samples.values()] for key in NUMBERS}
 
 
-def score(policies, settings):
-    """All numbers of all policies.
+def mean_or_nan(values):
+    return sum(values) / len(values) if values else math.nan
 
-    Returns the results as written to results.json, PolicyValues by name, and task_draws (D, T).
+
+# -----------------------------------------------------------------------------
+# Intervals and comparisons
+
+SHARE = (0.0, 1.0)  # the least and the greatest possible value of a share
+
+
+def draw_counts(generator, count, draws):
+    """How often each of `count` things is taken in each bootstrap draw, (D, count)."""
+    return generator.multinomial(count, numpy.full(count, 1 / count), size=draws).astype(float)
+
+
+def interval(values, run_draws, task_draws, limits=None):
+    """Mean of values (R, T) with a 95 % bootstrap interval; NaN marks a task without a value.
+
+    Every seed plays the same tasks. A draw therefore takes seeds with replacement and,
+    independently, tasks with replacement, the same ones for all seeds; run_draws (D, R) and
+    task_draws (D, T) hold how often each was taken.
     """
-    task_ids, domain = shared_tasks(policies)
-    all_runs = [run for runs in policies.values() for run in runs]
-    # Words and tokens are never mixed in one column.
-    in_tokens = all(
-        episode.get("agent_tokens") is not None
-        for run in all_runs for episode in run if not episode["error"]
-    )
-    samples = [max(Counter(e["task"]["task_id"] for e in run).values()) for run in all_runs]
-    most = max(samples)
-    powers = [2**exponent for exponent in range(1, most.bit_length()) if 2**exponent < most]
-    if most > 1:
-        powers.append(most)  # 2, 4, 8, ..., most
-    generator = numpy.random.default_rng(settings.seed)
-    task_draws = draw_counts(generator, len(task_ids), settings.draws)
-    results = {
-        "domain": domain, "tasks": len(task_ids), "in_tokens": in_tokens, "draws": settings.draws,
-        "seed": settings.seed, "leak_threshold": settings.leak_threshold, "policies": {},
-        "pairs": [], "unsolvable": len(unsolvable_ids(all_runs)),
-    }
-    values = {}
-    for name, runs in policies.items():
-        means = [task_means(run, task_ids, powers, settings, in_tokens) for run in runs]
-        tables = {key: numpy.array([run[key] for run in means]) for key in means[0]}
-        run_draws = draw_counts(generator, len(runs), settings.draws)
-        values[name] = PolicyValues(tables, run_draws)
-        results["policies"][name] = {
-            "seeds": len(runs), "episodes": sum(len(run) for run in runs),
-            "success_by_seed": [mean_or_none(run) for run in tables["success"]],
-            "reward_by_seed": [mean_or_none(run) for run in tables["reward"]],
-            "humans": sorted({episode["human"] for run in runs for episode in run
-                              if episode["human"]}),
-            "agent": runs[0][0]["agent"], "best_of_n": runs[0][0].get("best_of_n"),
-            "scorer": runs[0][0].get("scorer"),
-            "errors": Counter(episode["error"] for run in runs for episode in run
-                              if episode["error"]),
-            "numbers": {key: interval(table, run_draws, task_draws, limits_of(key))
-                        for key, table in tables.items()},
-        }
-    return results, values, task_draws
+    present = ~numpy.isnan(values)
+    if not present.any():
+        return None
+    totals = ((run_draws @ numpy.where(present, values, 0.0)) * task_draws).sum(1)  # (D,)
+    weights = ((run_draws @ present.astype(float)) * task_draws).sum(1)  # (D,)
+    means = totals[weights > 0] / weights[weights > 0]
+    count = int(present.any(0).sum())
+    return {"value": float(values[present].mean())} | bounds(means, count, limits)
 
 
-def unsolvable_ids(runs):
-    """The ids of the tasks that have a test which their own solution does not pass."""
-    return {episode["task"]["task_id"] for run in runs for episode in run
-            if SOLUTION_FAILED in episode["reasons"].values()}
+def bounds(means, count, limits=None):
+    """95 % interval of the bootstrapped `means` of `count` tasks.
+
+    A bootstrap of equal outcomes has no width. Then a share of the tasks, Wilson's upper bound for
+    0 of `count`, is taken to have the least or the greatest possible value, which `limits` names.
+    For outcomes of 0 or 1 this is Wilson's interval itself. Without limits one task has no
+    interval, since its samples do not tell how other tasks differ.
+    """
+    if count == 1 and limits is None:
+        return {"low": None, "high": None}
+    low, high = numpy.percentile(means, (2.5, 97.5))
+    if limits is not None and high - low < 1e-9:
+        _, others = wilson(0.0, count)
+        low, high = low + others * (limits[0] - low), high + others * (limits[1] - high)
+    return {"low": float(low), "high": float(high)}
 
 
-def mean_or_none(values):
-    return None if numpy.isnan(values).all() else float(numpy.nanmean(values))
+def wilson(share, count):
+    """Wilson's 95 % interval (low, high) of a share of `count` independent outcomes."""
+    z = 1.959964
+    middle = share + z * z / (2 * count)
+    reach = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    scale = 1 + z * z / count
+    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
 
 
-def compare_all(values, task_draws, ours, theirs):
-    """Every policy of `ours` against every one of `theirs`, on success and reward."""
+def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
+    """Difference of the values ours - theirs, (R, T) each; either has its own number of runs.
+
+    It counts the tasks that have a value in every run of both; None if there is no such task. A
+    draw takes the same tasks for both: they are paired. Their seeds are drawn independently.
+    """
+    shared = ~(numpy.isnan(ours).any(0) | numpy.isnan(theirs).any(0))  # (T,)
+    if not shared.any():
+        return None
+    ours, theirs, task_draws = ours[:, shared], theirs[:, shared], task_draws[:, shared]
+    gaps = ours.mean(0) - theirs.mean(0)  # (T,)
+    drawn_gaps = our_draws @ ours / len(ours) - their_draws @ theirs / len(theirs)  # (D, T)
+    points, drawn_points = win_points(gaps), win_points(drawn_gaps)
+    count = len(gaps)
+    if limits is not None:
+        limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
+    low_high = bounds(drawn_means(drawn_gaps, task_draws), count, limits)
+    rate_low_high = bounds(drawn_means(drawn_points, task_draws), count, SHARE)
+    wins, losses = int((points == 1).sum()), int((points == 0).sum())
+    p = sign_test(wins, losses)
+    # both, since a bootstrap over a handful of tasks is too narrow
+    excludes_zero = low_high["low"] is not None and low_high["low"] * low_high["high"] > 0
+    return {"difference": {"value": float(gaps.mean())} | low_high,
+            "win_rate": {"value": float(points.mean())} | rate_low_high,
+            "tasks": count, "wins": wins, "losses": losses, "sign_test_p": p,
+            "settled": excludes_zero and p < 0.05}
+
+
+def drawn_means(values, task_draws):
+    """The mean of values (D, T) over the tasks of each draw (D,), without draws of no task."""
+    weights = task_draws.sum(1)
+    return (values * task_draws).sum(1)[weights > 0] / weights[weights > 0]
+
+
+def win_points(gaps):
+    """1 for each task where ours is ahead, 0 where it is behind, one half for a tie."""
+    # equal sums, added in another order, are a tie
+    return (numpy.sign(numpy.round(gaps, 12)) + 1) / 2
+
+
+def sign_test(wins, losses):
+    """Two-sided exact p-value of a split this uneven if both sides were equally likely."""
+    total = wins + losses
+    tail, ways = 0, 1  # ways: C(total, smaller)
+    for smaller in range(min(wins, losses) + 1):
+        tail += ways
+        ways = ways * (total - smaller) // (smaller + 1)
+    return min(1.0, 2 * tail / 2**total)
+
+
+# -----------------------------------------------------------------------------
+# Policies: all that results.json holds
+
+
+def named_files(specs):
+    """(name, path) of each NAME=FILE."""
     pairs = []
-    for left in ours:
-        for right in theirs:
-            for metric in ("success", "reward"):
-                comparison = compare(values[left], values[right], metric, task_draws)
-                if comparison:
-                    pairs.append({"policy": left, "against": right, "metric": metric} | comparison)
+    for spec in specs:
+        name, equals, path = spec.partition("=")
+        if not name or not path:
+            raise SystemExit(f"found {spec}, expected NAME=FILE; put a name for tables and charts"
+                             " in front of the file")
+        pairs.append((name, path))
     return pairs
 
 
-def compare_leader(results, values, task_draws):
-    """The best policy against each other one, the next best first."""
-    metric = main_metric(results)
-    means = {name: policy["numbers"][metric]["value"]
-             for name, policy in results["policies"].items() if policy["numbers"][metric]}
-    ranked = sorted(means, key=means.get, reverse=True)
-    pairs = compare_all(values, task_draws, ranked[:1], ranked[1:])
-    return [pair for pair in pairs if pair["metric"] == metric]
-
-
-# -----------------------------------------------------------------------------
-# Best of N
-
-GRADER = "grader:"
-
-
-class BestOfN(Speaker):
-    """A speaker that says the best of `count` candidates, as a critic or a grader model finds."""
-
-    def __init__(self, speaker, scorer, count):
-        self.speaker, self.scorer, self.count = speaker, scorer, count
-
-    def count_tokens(self, texts):
-        return self.speaker.count_tokens(texts)
-
-    @property
-    def given_up(self):
-        reason = self.speaker.given_up
-        if not reason and isinstance(self.scorer, GraderModel):
-            reason = self.scorer.speaker.given_up
-        return reason
-
-    def reply(self, request):
-        """One Utterance: the best."""
-        candidates = yield from self.speaker.reply(request._replace(n=self.count))
-        if isinstance(candidates, SpeakerError):
-            return candidates
-        if isinstance(self.scorer, GraderModel):
-            best = yield from self.scorer.best(request.messages, candidates)
-            if isinstance(best, SpeakerError):
-                return best  # the first candidate would pass for the best of N
-        else:
-            best = best_by_critic(self.scorer, request, candidates)
-        return [candidates[best]]
-
-
-def best_by_critic(critic, request, candidates):
-    """The index of the greatest advantage; the first where the state is too long for the critic."""
-    texts = [candidate.text for candidate in candidates]
-    finished = [candidate.finished for candidate in candidates]
-    advantages = critic.advantages(request.task, request.messages, texts, finished)
-    if advantages is None:
-        return 0
-    # an empty message must never win, whatever the advantage of its end-of-turn token is
-    advantages = [value if text.strip() else -math.inf
-                  for text, value in zip(texts, advantages, strict=True)]
-    return int(numpy.argmax(advantages))
-
-
-class GraderModel:
-    """A language model that reads all candidates at once and names the best (paper: Fig. 3a)."""
-
-    def __init__(self, spec, settings):
-        self.speaker = load_speaker(spec, "grader", settings)
-
-    def best(self, messages, candidates):
-        """The index of the candidate that it names, 0 if it names none, or a SpeakerError.
-
-        A generator, for collect.interleave.
-        """
-        dialogue = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        listed = "\n".join(f"[{number}] {candidate.text}"
-                           for number, candidate in enumerate(candidates, 1))
-        question = (
-            f"An assistant and a user talk:\n{dialogue}\n\n"
-            f"Candidates for the assistant's next message:\n{listed}\n\n"
-            "Which candidate brings the user's task furthest? Reply with its number alone."
-        )
-        answer = yield from self.speaker.reply(Request([{"role": "user", "content": question}]))
-        if isinstance(answer, SpeakerError):
-            return SpeakerError(f"grader: {answer}")
-        said = without_thoughts(answer[0].text)
-        if said is None:
-            return SpeakerError("grader: found thoughts that never end, expected a number after"
-                                " them; turn the model's thinking off")
-        number = re.search(r"\d+", said)
-        if number and 1 <= int(number[0]) <= len(candidates):
-            return int(number[0]) - 1
-        return 0
-
-
-def is_grader(critic):
-    """Whether --critic names a grader model; if not, it is a checkpoint, or None."""
-    return critic is not None and critic.startswith(GRADER)
-
-
-def load_scorer(args, device):
-    if not args.critic:
-        return None
-    if not is_grader(args.critic):
-        return Critic(args.critic, device, dtype=args.dtype)
-    settings = SpeakerSettings(model_name=args.critic_model, temperature=0.0, max_new_tokens=16,
-                               batch_size=args.batch_size, device=device, dtype=args.dtype)
-    return GraderModel(args.critic.removeprefix(GRADER), settings)
-
-
-# flags that decide how episodes are used, and not what is played
-LATER_USE = ("best_of_n", "against", "report", "metrics", "draws", "leak_threshold")
-
-
-def rollout_path(args, name):
-    return Path(args.output) / f"{name}.jsonl"
-
-
-def rollout_names(args):
-    """Name of the policy -> its N, for each N of --best_of_n, or for 1."""
-    base = args.name or Path(args.agent_model or args.agent).name
-    if not args.best_of_n:
-        return {base: 1}
-    return {f"{base}-best-of-{count}": count for count in args.best_of_n}
-
-
-def roll_out(args, theirs, process):
-    """Play --tasks with --agent, once for each N of --best_of_n, to compare with `theirs`.
-
-    Returns policy name -> its one run of episodes; they are on the leading process only.
-    """
-    tasks = rollout_tasks(args, process)
-    refuse_other_tasks(tasks, theirs)
-    settings = rollout_settings(args, tasks, process)
-    jobs = all_jobs(tasks, args.samples_per_task)
-    flags = dict(vars(args))
-    if not args.best_of_n:  # then the critic is the report's alone
-        del flags["critic"], flags["critic_model"]
-    names = rollout_names(args)
-    for name in names:
-        claim_rollout(rollout_path(args, name), flags, process, (*COST_FLAGS, *LATER_USE))
-    scorer = load_scorer(args, process.device) if args.best_of_n else None
+def read_policies(specs):
+    """Policy name -> runs, each the episodes of one file; a NAME= given again is another seed."""
     policies = {}
-    for name, count in names.items():
-        wrap_agent = None
-        notes = settings.notes
-        if args.best_of_n:
-            notes = notes | {"best_of_n": count, "scorer": args.critic}
-        if count > 1:
-            wrap_agent = functools.partial(BestOfN, scorer=scorer, count=count)
-        policies[name] = [collect_episodes(jobs, settings._replace(notes=notes),
-                                           rollout_path(args, name), process, wrap_agent)]
+    for name, path in named_files(specs):
+        policies.setdefault(name, []).append(read_episodes(path))
     return policies
 
 
-def refuse_other_tasks(tasks, theirs):
-    """What is compared must have been played on the same tasks."""
-    ids = {task["task_id"] for task in tasks}
-    for name, runs in theirs.items():
-        for run in runs:
-            others = ids ^ {episode["task"]["task_id"] for episode in run}
-            if others:
-                raise SystemExit(f"found {len(others)} tasks that only one of --tasks and --against"
-                                 f" {name!r} has, expected the same tasks; choose others with"
-                                 " --tasks and --num_tasks, or omit the file")
+def shared_tasks(policies):
+    """(task ids in order of appearance, their domain). All runs must have played the same tasks."""
+    runs = [(name, run) for name, policy in policies.items() for run in policy]
+    contents, tasks = {}, {}
+    for name, run in runs:
+        for episode in run:
+            check_same_task(contents, episode["task"], f"policy {name!r}")
+            tasks[episode["task"]["task_id"]] = episode["task"]
+    for name, run in runs:
+        played = {episode["task"]["task_id"] for episode in run}
+        missing = [task_id for task_id in tasks if task_id not in played]
+        if missing:
+            raise SystemExit(f"found no episode of {len(missing)} of {len(tasks)} tasks in a run of"
+                             f" {name!r} (such as {', '.join(missing[:5])}), expected all runs on"
+                             " the same tasks; play these or omit the file")
+    one_domain(tasks.values())
+    return list(tasks), next(iter(tasks.values()))["domain"]
 
 
-def refuse_same_names(ours, theirs, flag, advice):
-    """Two policies of one name could not be told apart."""
-    for name in ours:
-        if name in theirs:
-            raise SystemExit(f"found policy {name!r} of {flag} in --against, too, expected"
-                             f" different names; {advice}")
+def score(policies, leak_threshold=0.5, draws=2000, seed=0):
+    """All that results.json holds of the policies, name -> runs: numbers and comparisons."""
+    task_ids, domain = shared_tasks(policies)
+    episodes = [episode for policy in policies.values() for run in policy for episode in run]
+    # words and tokens are never mixed in one column
+    in_tokens = all(episode.get("agent_tokens") is not None
+                    for episode in episodes if not episode["error"])
+    unsolvable = {episode["task"]["task_id"] for episode in episodes
+                  if SOLUTION_FAILED in episode["reasons"].values()}
+    results = {"domain": domain, "tasks": len(task_ids), "in_tokens": in_tokens, "draws": draws,
+               "seed": seed, "leak_threshold": leak_threshold, "unsolvable": len(unsolvable),
+               "policies": {}, "pairs": [], "leads": []}
+
+    generator = numpy.random.default_rng(seed)
+    task_draws = draw_counts(generator, len(task_ids), draws)  # (D, T)
+    values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
+    for name, policy in policies.items():
+        means = [task_means(run, task_ids, leak_threshold, in_tokens) for run in policy]
+        values[name] = {key: numpy.array([run[key] for run in means]) for key in means[0]}
+        run_draws[name] = draw_counts(generator, len(policy), draws)
+        numbers = {key: interval(table, run_draws[name], task_draws, limits_of(key, domain))
+                   for key, table in values[name].items()}
+        results["policies"][name] = facts_of(policy) | {
+            "success_by_seed": by_seed(values[name]["success"]),
+            "reward_by_seed": by_seed(values[name]["reward"]), "numbers": numbers}
+
+    def add_comparison(kind, name, against, key):
+        found = compare(values[name][key], values[against][key], run_draws[name],
+                        run_draws[against], task_draws, limits_of(key, domain))
+        if found:  # they share a task that has this number
+            names = {"policy": name, "against": against, "metric": key}
+            results[kind].append(names | found)
+
+    first, *others = policies
+    for name in others:
+        add_comparison("pairs", name, first, "success")
+        add_comparison("pairs", name, first, "reward")
+    ranking = ranked_policies(results)
+    for name in ranking[1:]:
+        add_comparison("leads", ranking[0], name, main_metric(results))
+    return results
+
+
+def facts_of(policy):
+    """Who played the runs of a policy, and what went wrong."""
+    episodes = [episode for run in policy for episode in run]
+    return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
+            "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
+            "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
+
+
+def by_seed(values):
+    """The mean of values (R, T) in each run, None where no task has a value."""
+    return [None if numpy.isnan(run).all() else float(numpy.nanmean(run)) for run in values]
+
+
+def limits_of(key, domain):
+    """The limits of a number that is a share; None of a count, and of the rewards of a log."""
+    if key in ("turns", "tokens") or (key == "reward" and DOMAINS[domain].open_judge is None):
+        return None
+    return SHARE
+
+
+def main_metric(results):
+    """The number that decides who is better: success, or the reward where there is no success."""
+    return "success" if DOMAINS[results["domain"]].has_success else "reward"
+
+
+def ranked_policies(results):
+    """The names of the policies with the main number, the best first."""
+    numbers = {name: policy["numbers"][main_metric(results)]
+               for name, policy in results["policies"].items()}
+    names = [name for name, number in numbers.items() if number]
+    return sorted(names, key=lambda name: numbers[name]["value"], reverse=True)
 
 
 # -----------------------------------------------------------------------------
-# Main
+# Who won
+
+
+def verdict(results):
+    """Sentences: the best policy against the next best, then the others, then what to beware of."""
+    return [*who_won(results), *cautions(results)]
+
+
+def who_won(results):
+    achieved = {name: achievement(name, results) for name in ranked_policies(results)}
+    of_what = "of the tasks"
+    if main_metric(results) == "reward":
+        of_what = f"({heading('reward', results)})"
+    if not achieved:
+        return ["No policy has an episode without an error, so there is nothing to compare."]
+    if not results["leads"]:
+        return [f"{achieved[name]} {of_what}." for name in results["policies"] if name in achieved]
+    lead, *others = results["leads"]
+    best, second = lead["policy"], lead["against"]
+    points = with_interval(lead["difference"], 100, " points")
+    if lead["tasks"] < results["tasks"]:
+        points += f" on the tasks that both finished ({lead['tasks']})"
+    if is_ahead(lead):
+        sentences = [f"{best} wins: {achieved[best]} {of_what}, {points} more than {second}, the"
+                     " next best."]
+    else:
+        sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
+                     f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
+    clauses = []
+    for lead in others:
+        clause = f"{lead['against']} by {with_interval(lead['difference'], 100, ' points')}"
+        if not is_ahead(lead):
+            clause += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
+        clauses.append(clause)
+    if clauses:
+        sentences.append(f"{best} leads {'; '.join(clauses)}.")
+    return sentences
+
+
+def achievement(name, results):
+    """Such as "sweet solves 56.8 % [53.7, 59.9]"."""
+    metric = main_metric(results)
+    number = results["policies"][name]["numbers"][metric]
+    if metric == "success":
+        return f"{name} solves {with_interval(number, 100, ' %')}"
+    return f"{name} reaches {with_interval(number, 100)}"
+
+
+def is_ahead(lead):
+    """Whether the policy with the best mean is settled to be better on the tasks both finished.
+
+    That mean can be the best because an error kept the policy from the harder tasks.
+    """
+    return lead["settled"] and lead["difference"]["value"] > 0
+
+
+def cautions(results):
+    """Sentences on what makes the numbers mean less than they seem to."""
+    sentences = []
+    if results["unsolvable"]:
+        sentences.append(f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by"
+                         " their own solution; these count as not solved.")
+    for name, policy in results["policies"].items():
+        if policy["errors"]:
+            reason, _ = policy["errors"].most_common(1)[0]
+            reason = harmless(" ".join(reason.split()))[:300]
+            sentences.append(f"An error stopped {policy['errors'].total()} of {policy['episodes']}"
+                             f" dialogues of {name}, which count nowhere else; the most frequent:"
+                             f" {reason}")
+    silent = []
+    for name, policy in results["policies"].items():
+        number = policy["numbers"]["no_answer"]
+        if number and number["value"] > 0.5:
+            silent.append(f"{name} {100 * number['value']:.0f} %")
+    if silent:
+        sentences.append("More than half of the episodes end without an answer"
+                         f" ({', '.join(silent)}): success says little about the answers there.")
+    humans = {harmless(human) for policy in results["policies"].values()
+              for human in policy["humans"]}
+    if len(humans) > 1:
+        sentences.append("The dialogues were held with different humans"
+                         f" ({', '.join(sorted(humans))}), so differences between policies may be"
+                         " due to them.")
+    return sentences
+
+
+# -----------------------------------------------------------------------------
+# Tables: rows of texts, the headings first
+
+
+def with_interval(number, factor, unit="", sign=""):
+    """Such as "56.8 % [53.7, 59.9]"; a dash where there is nothing to count, or no interval."""
+    if number is None:
+        return "–"
+    value = f"{factor * number['value']:{sign}.1f}{unit}"
+    if number["low"] is None:
+        return f"{value} [–]"
+    low, high = factor * number["low"], factor * number["high"]
+    return f"{value} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
+def heading(key, results):
+    if key == "reward":
+        return DOMAINS[results["domain"]].reward_heading
+    if key == "tokens" and not results["in_tokens"]:
+        return "Agent words"
+    return NUMBERS[key][0]
+
+
+def policy_table(results):
+    """A policy a row; a column for the main number and for those that are not zero for all."""
+    policies, metric = results["policies"], main_metric(results)
+    keys = []
+    for key in NUMBERS:
+        found = [policy["numbers"][key] for policy in policies.values() if policy["numbers"][key]]
+        if any(number["value"] for number in found) or (found and key == metric):
+            keys.append(key)
+    if "leaking" not in keys and "clean_success" in keys:
+        keys.remove("clean_success")  # it is the success
+    rows = [["Policy", "Tasks", "Episodes", *(heading(key, results) for key in keys)]]
+    for name, policy in policies.items():
+        counts = [f"{count:,}" for count in (results["tasks"], policy["episodes"])]
+        cells = [with_interval(policy["numbers"][key], NUMBERS[key][1]) for key in keys]
+        rows.append([name, *counts, *cells])
+    return rows
+
+
+def pair_table(results):
+    """A comparison with the first policy a row, those of the main number first."""
+    rows = [["Comparison", "Number", "Difference", "Settled", "Won / lost / tied", "Win rate %",
+             "Sign test p"]]
+    metric = main_metric(results)
+    for pair in sorted(results["pairs"], key=lambda pair: pair["metric"] != metric):
+        ties = pair["tasks"] - pair["wins"] - pair["losses"]
+        rows.append([
+            f"{pair['policy']} − {pair['against']}",
+            heading(pair["metric"], results),
+            with_interval(pair["difference"], 100, sign="+"),
+            "yes" if pair["settled"] else "no",
+            f"{pair['wins']} / {pair['losses']} / {ties}",
+            with_interval(pair["win_rate"], 100),
+            f"{pair['sign_test_p']:.2g}",
+        ])
+    return rows
+
+
+def all_tables(results):
+    tables = [policy_table(results)]
+    if results["pairs"]:
+        tables.append(pair_table(results))
+    return tables
+
+
+def markdown(rows):
+    """A table that reads well on a terminal, too."""
+    rows = [[text.replace("|", "\\|") for text in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        padded = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(padded) + " |")
+    return "\n".join(lines)
+
+
+# -----------------------------------------------------------------------------
+# The run
 
 
 def main(args):
-    process = join_processes()
-    training = read_training(map(split_name, args.metrics))
-    if args.critic and not is_grader(args.critic):
-        critic_flags(args.critic)
-    if args.report:
-        Path(args.report).parent.mkdir(parents=True, exist_ok=True)
-    theirs = read_policies(args.against)
-    if args.episodes:
-        ours = read_policies(args.episodes)
-        refuse_same_names(ours, theirs, "--episodes", "give one as NAME=FILE")
-    elif args.tasks:
-        refuse_same_names(rollout_names(args), theirs, "--agent",
-                          "name the one that is played now with --name")
-        ours = roll_out(args, theirs, process)
-    else:
-        ours = {}
-    if not process.leads:
-        return
-    policies = ours | theirs
-
-    results, sentences, tables = None, training_sentences(training), []
-    if policies:
-        settings = ScoreSettings(args.seed, args.draws, args.leak_threshold)
-        results, values, task_draws = score(policies, settings)
-        results["pairs"] = compare_all(values, task_draws, ours, theirs)
-        results["leads"] = compare_leader(results, values, task_draws)
-        sentences, tables = verdict(results), all_tables(results)
-        write_results(args.output, results, tables)
-    print("\n".join(sentences))
+    policies = read_policies(args.policies)
+    results = score(policies, args.leak_threshold, args.draws, args.seed)
+    tables = all_tables(results)
+    print("\n".join(verdict(results)))
     for table in tables:
-        if not table.folded:
-            print("\n" + "\n".join(lines_of(table)))
+        print("\n" + markdown(table))
 
-    if args.report:
-        critic = None if is_grader(args.critic) else load_scorer(args, process.device)
-        annotate(policies, critic)
-        sources = episode_files(args, policies)
-        data = overview(Summary(results, sentences, tables), policies, sources, training)
-        episodes = packed_episodes(policies, args.leak_threshold, PAGE_BYTES - len(as_json(data)))
-        write_atomically(args.report, filled_page(data, episodes))
-        print(f"\nreport: {args.report}")
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(results, indent=2, allow_nan=False)
+    write_atomically(output / "results.json", text + "\n")
+    write_atomically(output / "results.md", "\n\n".join(map(markdown, tables)) + "\n")
 
-    failed = [name for name, runs in policies.items()
-              if all(episode["error"] for run in runs for episode in run)]
+    failed = [name for name, policy in results["policies"].items()
+              if policy["errors"].total() == policy["episodes"]]
     if failed:
         raise SystemExit(f"every dialogue of {', '.join(failed)} was stopped by an error; expected"
                          " the agent and the human to answer: see the reason above")
 
 
-def episode_files(args, policies):
-    """Policy -> the files that its episodes were read from, or written to."""
-    files = {name: [] for name in policies}
-    for name, path in map(split_name, [*args.episodes, *args.against]):
-        files[name].append(path)
-    for name in policies:
-        if not files[name]:
-            files[name].append(str(rollout_path(args, name)))
-    return files
-
-
-def write_results(output, results, tables):
-    output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
-    as_text = json.dumps(results, indent=2, allow_nan=False)
-    write_atomically(output / "results.json", as_text + "\n")
-    markdown = []
-    for table in tables:
-        if table.title:
-            markdown.append(f"**{table.title}**")
-        markdown.append("\n".join(lines_of(table, markdown=True)))
-    write_atomically(output / "results.md", "\n\n".join(markdown) + "\n")
-
-
-# -----------------------------------------------------------------------------
-# Command line
+BOUNDS = {  # flag -> (least, below); fewer draws give no 95 % interval
+    "draws": (100, math.inf), "seed": (0, math.inf), "leak_threshold": (1e-9, 1 + 1e-9),
+}
 
 
 def parse_args(argv=None):
-    parser = flag_parser(__doc__)
-    group = parser.add_argument_group("episodes that exist")
-    group.add_argument("--episodes", nargs="+", default=[],
-                       help="[NAME=]FILE ...; a NAME again is another seed")
-    group.add_argument("--against", nargs="+", default=[],
-                       help="[NAME=]FILE ... to compare each policy with")
-    rollout_flags = add_rollout_flags(parser)
-    group = parser.add_argument_group("policy and best of N")
-    group.add_argument("--name", help="name of the policy that is rolled out"
-                       " (default: --agent_model, or the last part of --agent)")
-    group.add_argument("--samples_per_task", type=int, default=1, help="episodes of each task")
-    group.add_argument("--best_of_n", type=int, nargs="+", default=[],
-                       help="numbers of candidates for each turn, such as 1 2 4: the tasks are"
-                       " played once for each number")
-    group.add_argument("--critic", help="checkpoint of train_critic.py, or grader:SPEC;"
-                       " chooses among the candidates; the report shows a checkpoint's advantages")
-    group.add_argument("--critic_model", help="model name to ask a grader's server for")
-    group = parser.add_argument_group("statistics")
-    group.add_argument("--leak_threshold", type=float, default=0.5,
-                       help="share of the solution that a human reply must repeat to be a leak")
-    group.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
-    group = parser.add_argument_group("output")
-    group.add_argument("--output", help="directory for results.json and results.md, and for the"
-                       " episodes that are played here (NAME.jsonl)")
-    group.add_argument("--report", help="FILE.html to write the report to")
-    group.add_argument("--metrics", nargs="+", default=[],
-                       help="[NAME=]metrics.jsonl ... for training curves in the report; alone,"
-                       " without episodes, to watch a training run")
-    args = parser.parse_args(argv)
-    check_flags(parser, args, rollout_flags)
-    return args
-
-
-def check_flags(parser, args, rollout_flags):
-    require_at_least(100, args, "draws")  # fewer give no 95 % interval
-    require_at_least(1, args, "samples_per_task")
-    require_at_least(0, args, "seed")
-    if min(args.best_of_n, default=1) < 1:
-        raise SystemExit(f"found --best_of_n {args.best_of_n}, expected numbers of at least 1")
-    if not 0 < args.leak_threshold <= 1:
-        raise SystemExit(f"found --leak_threshold {args.leak_threshold}, expected more than 0 and"
-                         " at most 1")
-    grader = is_grader(args.critic)
-    if args.episodes:
-        ignored = [*rollout_flags, "name", "samples_per_task", "best_of_n"]
-        ignored.remove("seed")  # the bootstrap's, too
-        if args.critic:
-            ignored.remove("dtype")
-        refuse_ignored(parser, args, ignored, "with --episodes, which are played already")
-    elif args.metrics and args.report and not args.tasks and not args.agent:
-        ignored = [*rollout_flags, "name", "samples_per_task", "best_of_n", "against", "critic",
-                   "critic_model", "leak_threshold", "draws", "output"]
-        refuse_ignored(parser, args, ignored, "with --metrics alone, without episodes")
-    elif not args.tasks and not args.agent:
-        raise SystemExit("found neither --episodes nor --tasks; expected --episodes to evaluate,"
-                         " --tasks and --agent to play, or --metrics and --report to watch a"
-                         " training run")
-    else:
-        check_rollout_flags(parser, args)
-        if is_server(args.agent) and not args.agent_model and not args.name:
-            raise SystemExit(f"found --agent {args.agent} without --name, expected a name for the"
-                             " policy in tables and files")
-    if args.name and Path(args.name).name != args.name:
-        raise SystemExit(f"found --name {args.name}, expected a name without a folder: the"
-                         " episodes go to OUTPUT/NAME.jsonl")
-    if args.report and not args.report.endswith(".html"):
-        raise SystemExit(f"found --report {args.report}, expected FILE.html")
-    if not args.output and (args.episodes or args.tasks):
-        raise SystemExit("found no --output; expected a directory for results.json and results.md")
-    if not args.report:
-        refuse_ignored(parser, args, ["metrics"], "without --report")
-    if not args.best_of_n and not args.report:
-        refuse_ignored(parser, args, ["critic"], "without --best_of_n and without --report")
-    if not args.best_of_n and grader:
-        refuse_ignored(parser, args, ["critic"], "without --best_of_n")
-    if not grader or "://" not in args.critic:
-        refuse_ignored(parser, args, ["critic_model"], "without a server as --critic grader:URL")
-    if max(args.best_of_n, default=1) > 1 and not args.critic:
-        raise SystemExit("found --best_of_n without --critic, expected a critic to choose among the"
-                         " candidates")
+    parser = flag_parser(__doc__, BOUNDS)
+    parser.add_argument("policies", nargs="+", metavar="NAME=EPISODES.jsonl",
+                        help="the others are compared with the first policy; a NAME given again is"
+                        " another seed of it")
+    parser.add_argument("--output", required=True,
+                        help="directory for results.json and results.md")
+    parser.add_argument("--leak_threshold", type=float, default=0.5,
+                        help="share of the solution that a human reply must repeat to be a leak")
+    parser.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ the paper's reward (`ClipReward`), or without a model (`embedded_similarity`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import re
+import threading
 
-from judge.browser import PageError
+from judge.browser import Browser, PageError
 from judge.sandbox import SOLUTION_FAILED, Grade
 
 # -----------------------------------------------------------------------------
@@ -95,6 +97,43 @@ def grade_page(task, answer, draw, clip=None):
     else:
         reward = embedded_similarity(picture, solution)
     return Grade(reward, None, {"page": "rendered"})
+
+
+class PageJudge:
+    """Draws pages in one browser, a page at a time, and grades answers; threads may share it."""
+
+    def __init__(self, settings):
+        """`settings`: clip (a CLIP model; None: the paper's; "none"), clip_crop, device."""
+        name = settings.clip or "openai/clip-vit-base-patch32"
+        if name == "none" and settings.clip_crop != "center":
+            raise SystemExit(f"found --clip_crop {settings.clip_crop} without CLIP, which is what"
+                             " crops; expected it to be omitted, or --clip with a model")
+        self.browser = Browser()
+        self.clip = None
+        if name != "none":
+            self.clip = ClipReward(name, settings.clip_crop, settings.device)
+        self.lock = threading.Lock()
+        # every turn of a dialogue shows the human the same solution page
+        self.draw = functools.lru_cache(256)(self.browser.render)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with self.lock:
+            self.browser.close()
+
+    def grade(self, task, answer):
+        with self.lock:
+            return grade_page(task, answer, self.draw, self.clip)
+
+    def picture(self, page):
+        """The PNG of a page, None where it cannot be drawn."""
+        with self.lock:
+            try:
+                return self.draw(page)
+            except PageError:
+                return None
 
 
 def open_picture(png):

@@ -21,39 +21,45 @@ MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 1000)
 TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 200)
 TRAINING=(--lr 2e-6 --max_length 4096)
-TOKENS=(--max_new_tokens 512)
-STATES=(--data_fraction 0.1)
-PLAYING=()
+SAMPLING=(--max_new_tokens 512)
+CANDIDATES=() # the defaults: 16 of each turn of a tenth of the tasks
 if [ -n "${LORA:-}" ]; then
   MODEL=Qwen/Qwen2.5-7B-Instruct
   TRAINING=(--lora_rank 16 --lr 2e-5 --max_length 4096)
-  PLAYING=(--batch_size 16) # the caches of more dialogues do not fit beside 15 GB of weights
+  SAMPLING+=(--batch_size 16) # the caches of more dialogues do not fit beside 15 GB of weights
 fi
 if [ -n "${SHORT:-}" ]; then
   MODEL=toy/base
   TRAIN=(--tasks toy:backend:train --num_tasks 40)
   TEST=(--tasks toy:backend:test --num_tasks 8)
   TRAINING=(--lora_rank 4 --lr 1e-3 --max_steps 4 --micro_batch_size 4)
-  TOKENS=(--max_new_tokens 64)
-  STATES=(--data_fraction 0.1 --num_candidates 4)
+  SAMPLING=(--max_new_tokens 64)
+  CANDIDATES=(--num_candidates 4)
 fi
 
-play() { # NAME AGENT FLAGS...
-  python evaluate.py "${TEST[@]}" "${HUMAN[@]}" "${TOKENS[@]}" "${PLAYING[@]}" --agent "$2" --name "$1" \
-    --output "$OUT/test" "${@:3}"
+play() { # NAME AGENT
+  python collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" "${HUMAN[@]}" "${SAMPLING[@]}" \
+    --output "$OUT/test/$1.jsonl"
 }
 
 # the policy as it is
 play base "$MODEL"
 
-# episodes, critic, policy
-python collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${HUMAN[@]}" "${TOKENS[@]}" \
-  "${PLAYING[@]}" --output "$OUT/episodes.jsonl"
+# episodes, and candidates
+python collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${HUMAN[@]}" "${SAMPLING[@]}" \
+  --output "$OUT/episodes.jsonl"
+python collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" \
+  "${CANDIDATES[@]}" --output "$OUT/candidates.jsonl"
+
+# the critic, which then ranks the candidates; the policy
 python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" --pairs all \
-  "${TRAINING[@]}" --output "$OUT/critic"
-python train_policy.py --method sweet --episodes "$OUT/episodes.jsonl" --model "$MODEL" \
-  --critic "$OUT/critic" "${TRAINING[@]}" "${TOKENS[@]}" "${STATES[@]}" --output "$OUT/sweet"
+  "${TRAINING[@]}" --packed --output "$OUT/critic" --candidates "$OUT/candidates.jsonl"
+python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$MODEL" \
+  "${TRAINING[@]}" --packed --output "$OUT/sweet"
 
 # the table and the report
-play sweet "$OUT/sweet" --against "$OUT/test/base.jsonl" --critic "$OUT/critic" \
-  --report "$OUT/report.html"
+play sweet "$OUT/sweet"
+POLICIES=(base="$OUT/test/base.jsonl" sweet="$OUT/test/sweet.jsonl")
+python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
+python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
+  --metrics critic="$OUT/critic/metrics.jsonl" sweet="$OUT/sweet/metrics.jsonl"

@@ -22,13 +22,10 @@ MODEL=meta-llama/Llama-3.1-8B-Instruct
 HUMAN=meta-llama/Llama-3.1-70B-Instruct
 TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 5000)
 TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 1000)
-TRAINING=(--length_window 16) # ranks wait less for long dialogues
-SAMPLING=(--sampling_batch_size 256)
-TOKENS=()
+TRAINING=()
+SAMPLING=()
+CANDIDATES=(--batch_size 256) # 16 of each turn of a tenth of the tasks
 PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
-# the official ones: --episodes data/colbench_code_offline_15k_llama8b.jsonl --agent_prompt FILE;
-# then omit step 1
-EPISODES=(--episodes "$OUT/episodes.jsonl")
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 if [ -n "${SHORT:-}" ]; then
   RUN=python
@@ -36,44 +33,50 @@ if [ -n "${SHORT:-}" ]; then
   HUMAN=human
   TRAIN=(--tasks toy:backend:train --num_tasks 40)
   TEST=(--tasks toy:backend:test --num_tasks 8)
-  TRAINING=(--length_window 4 --max_steps 4 --micro_batch_size 4)
-  SAMPLING=(--num_candidates 4)
-  TOKENS=(--max_new_tokens 64)
+  TRAINING=(--max_steps 4 --micro_batch_size 4)
+  SAMPLING=(--max_new_tokens 64)
+  CANDIDATES=(--num_candidates 4)
 fi
 
 play() { # NAME AGENT
-  $RUN evaluate.py "${TEST[@]}" --name "$1" --agent "$2" "${TOKENS[@]}" "${PROMPTS[@]}" \
-    --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/test/$1"
-}
-policy() { # METHOD FLAGS...
-  $RUN train_policy.py --method "$1" "${EPISODES[@]}" --model "$MODEL" --output "$OUT/$1" \
-    "${TRAINING[@]}" "${@:2}"
+  $RUN collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" "${SAMPLING[@]}" "${PROMPTS[@]}" \
+    --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/test/$1.jsonl"
 }
 
 # 0. the model as it is (22.4 % in the paper): if the human or the prompts do not fit, it shows
 #    here, before hours of training
 play base "$MODEL"
 
-# 1. episodes: 5,000 tasks three times
-$RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${TOKENS[@]}" "${PROMPTS[@]}" \
+# 1. episodes: 5,000 tasks three times. The official ones, in place of this step:
+#    python colbench.py import data/colbench_code_offline_15k_llama8b.jsonl --agent_prompt FILE \
+#      --output "$OUT/episodes.jsonl"
+$RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${SAMPLING[@]}" "${PROMPTS[@]}" \
   --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/episodes.jsonl"
 
-# 2. critic
-$RUN train_critic.py "${EPISODES[@]}" --model "$MODEL" --output "$OUT/critic" "${TRAINING[@]}"
+# 2. candidates. A server samples faster than the scripts do: while one serves the model on the same
+#    GPUs, give this step --agent URL --agent_model "$MODEL"
+$RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" "${CANDIDATES[@]}" \
+  --output "$OUT/candidates.jsonl"
 
-# 3. policy, and what the paper compares it with. A server samples faster than the scripts do: give
-#    sweet `--sampler URL --stop_after sampling` while one runs on the same GPUs, stop it, and run
-#    the same command without --stop_after
-policy sweet --critic "$OUT/critic" "${SAMPLING[@]}" "${TOKENS[@]}"
-policy mtdpo
-policy rft
+# 3. the critic, which then ranks the candidates
+$RUN train_critic.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" "${TRAINING[@]}" --packed \
+  --output "$OUT/critic" --candidates "$OUT/candidates.jsonl"
 
-# 4. the table and the report
-for name in sweet mtdpo rft; do
+# 4. the policy, and what the paper compares it with
+$RUN train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$MODEL" "${TRAINING[@]}" \
+  --packed --output "$OUT/sweet"
+$RUN train_policy.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" --epochs 4 "${TRAINING[@]}" \
+  --packed --output "$OUT/mtdpo"
+$RUN variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$MODEL" "${TRAINING[@]}" \
+  --packed --output "$OUT/rft"
+
+# 5. the table and the report
+POLICIES=(base="$OUT/test/base.jsonl")
+for name in rft mtdpo sweet; do
   play "$name" "$OUT/$name"
+  POLICIES+=("$name=$OUT/test/$name.jsonl")
 done
 if [ "${NODE:-0}" = 0 ]; then
-  python evaluate.py --episodes "$OUT/test/sweet/sweet.jsonl" \
-    --against "$OUT"/test/{mtdpo/mtdpo,rft/rft,base/base}.jsonl \
-    --output "$OUT/test" --report "$OUT/test/report.html"
+  python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
+  python -m report "${POLICIES[@]}" --output "$OUT/test/report.html"
 fi

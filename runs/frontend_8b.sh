@@ -25,11 +25,11 @@ HUMAN=Qwen/Qwen2-VL-72B-Instruct
 TRAIN=(--tasks data/frontend_train.jsonl --num_tasks 1000 --samples_per_task 6)
 TEST=(--tasks data/frontend_test.jsonl --num_tasks 500)
 # ten pages are some 10,000 tokens, so that 64 dialogues at a time would fill 80 GB
-PLAYING=(--batch_size 16)
-TRAINING=(--length_window 16)
+SAMPLING=(--batch_size 16)
+CANDIDATES=() # 16 of each turn of a tenth of the tasks
+TRAINING=()
 CRITIC_TRAINING=(--epochs 8 --max_length 16384) # a picture of the solution takes some 6,500 tokens
-SAMPLING=(--sampling_batch_size 16)
-RFT=(--epochs 8)
+RFT=(--successes --epochs 8)
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 if [ -n "${SHORT:-}" ]; then
   RUN=python
@@ -38,45 +38,48 @@ if [ -n "${SHORT:-}" ]; then
   HUMAN=human
   TRAIN=(--tasks toy:frontend:train --num_tasks 12 --samples_per_task 2)
   TEST=(--tasks toy:frontend:test --num_tasks 4)
-  PLAYING=(--max_new_tokens 200)
-  TRAINING=(--length_window 4 --max_steps 4)
+  SAMPLING=(--max_new_tokens 200)
+  CANDIDATES=(--num_candidates 4 --states_per_task 1)
+  TRAINING=(--max_steps 4)
   CRITIC_TRAINING=()
-  SAMPLING=(--num_candidates 4 --states_per_task 1 --max_new_tokens 200)
-  RFT=(--success_reward 0.5)
+  RFT=() # of so few pages, none may be a success
 fi
 
 play() { # NAME AGENT
-  $RUN evaluate.py "${TEST[@]}" --name "$1" --agent "$2" --human "$HUMAN_URL" \
-    --human_model "$HUMAN" "${PLAYING[@]}" --output "$OUT/test/$1"
+  $RUN collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" --human "$HUMAN_URL" \
+    --human_model "$HUMAN" "${SAMPLING[@]}" --output "$OUT/test/$1.jsonl"
 }
 
 # 0. the model as it is (cosine 72.4 in the paper): if the human or the prompts do not fit, it shows
 #    here, before hours of training
 play base "$MODEL"
 
-# 1. episodes: 1,000 tasks six times
+# 1. episodes: 1,000 tasks six times; and candidates
 $RUN collect.py "${TRAIN[@]}" --agent "$MODEL" --human "$HUMAN_URL" --human_model "$HUMAN" \
-  "${PLAYING[@]}" --output "$OUT/episodes.jsonl"
+  "${SAMPLING[@]}" --output "$OUT/episodes.jsonl"
+$RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" "${CANDIDATES[@]}" \
+  --output "$OUT/candidates.jsonl"
 
-# 2. critic: a vision-language model with a value head
-$RUN train_critic.py --episodes "$OUT/episodes.jsonl" --model "$CRITIC" --head value \
-  --pairs all --margin 0.1 "${TRAINING[@]}" "${CRITIC_TRAINING[@]}" --output "$OUT/critic"
+# 2. the critic, a vision-language model with a value head, which then ranks the candidates
+$RUN variants/value_critic.py --episodes "$OUT/episodes.jsonl" --model "$CRITIC" --pairs all \
+  --margin 0.1 "${TRAINING[@]}" "${CRITIC_TRAINING[@]}" --output "$OUT/critic" \
+  --candidates "$OUT/candidates.jsonl"
 
-# 3. policy, and what the paper compares it with
-policy() { # METHOD FLAGS...
-  $RUN train_policy.py --method "$1" --episodes "$OUT/episodes.jsonl" --model "$MODEL" \
-    --output "$OUT/$1" "${TRAINING[@]}" "${@:2}"
-}
-policy sweet --critic "$OUT/critic" "${SAMPLING[@]}"
-policy mtdpo --pairs all --margin 0.1 --epochs 8
-policy rft "${RFT[@]}"
+# 3. the policy, and what the paper compares it with
+$RUN train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$MODEL" "${TRAINING[@]}" \
+  --packed --output "$OUT/sweet"
+$RUN train_policy.py --episodes "$OUT/episodes.jsonl" --pairs all --margin 0.1 --epochs 8 \
+  --model "$MODEL" "${TRAINING[@]}" --packed --output "$OUT/mtdpo"
+$RUN variants/sft.py --episodes "$OUT/episodes.jsonl" "${RFT[@]}" --model "$MODEL" \
+  "${TRAINING[@]}" --packed --output "$OUT/rft"
 
 # 4. 500 test pages; against GPT-4o's episodes, this gives the paper's win rate
-for name in sweet mtdpo rft; do
+POLICIES=(base="$OUT/test/base.jsonl")
+for name in rft mtdpo sweet; do
   play "$name" "$OUT/$name"
+  POLICIES+=("$name=$OUT/test/$name.jsonl")
 done
 if [ "${NODE:-0}" = 0 ]; then
-  python evaluate.py --episodes "$OUT/test/sweet/sweet.jsonl" \
-    --against "$OUT"/test/{mtdpo/mtdpo,rft/rft,base/base}.jsonl \
-    --output "$OUT/test" --report "$OUT/test/report.html"
+  python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
+  python -m report "${POLICIES[@]}" --output "$OUT/test/report.html"
 fi

@@ -18,11 +18,12 @@ for round in $(seq "$FIRST" "$ROUNDS"); do
   DIR=$OUT/round$round
   collect "$MODEL" "$((SEED + 1000 * (round - 1)))" "$DIR/episodes.jsonl"
   EPISODES+=("$DIR/episodes.jsonl")
-  critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}" "${CRITIC_LOSS[@]}"
-  policy "$DIR/episodes.jsonl" "$MODEL" "$DIR/policy" "${SWEET[@]}" "${SAMPLING[@]}" \
-    "${PAIRING[@]}" --critic "$DIR/critic"
+  critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}"
+  candidates "$MODEL" "$DIR/episodes.jsonl" "$DIR/candidates.jsonl"
+  rank "$DIR/candidates.jsonl" "$DIR/critic"
+  policy "$DIR/critic/ranked.jsonl" "$MODEL" "$DIR/policy"
   MODEL=$DIR/policy
-  play "sweet_round$round" "$MODEL" "$OUT/test"
-  PLAYED+=("$OUT/test/sweet_round$round.jsonl")
+  play "sweet_round$round" "$MODEL"
+  PLAYED+=("sweet_round$round=$OUT/test/sweet_round$round.jsonl")
 done
-python evaluate.py --episodes "${PLAYED[@]}" --output "$OUT/test"
+python evaluate.py "${PLAYED[@]}" --output "$OUT/test"

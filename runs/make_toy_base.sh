@@ -33,13 +33,15 @@ if [ "$DOMAIN" = backend ]; then
   demonstrate at_once scripted:guessing 1 2 --max_turns 1
   EPISODES+=("$OUT/at_once.jsonl")
 fi
+python toy/make_base.py model "${EPISODES[@]}" --output "$OUT/random"
+python toy/make_base.py inform "$OUT/informed.jsonl" --output "$OUT/solution_first.jsonl"
 
 train() { # MODEL OUTPUT SEED
-  python train_policy.py --method sft --model "$1" --episodes "${EPISODES[@]}" \
-    --privileged_episodes "$OUT/informed.jsonl" --epochs "$EPOCHS" --lr 2e-3 \
-    --batch_size 32 --micro_batch_size 32 --seed "$3" --output "$2"
+  python variants/sft.py --episodes "${EPISODES[@]}" "$OUT/solution_first.jsonl" --model "$1" \
+    --epochs "$EPOCHS" --lr 2e-3 --batch_size 32 --micro_batch_size 32 --packed --seed "$3" \
+    --output "$2"
 }
-train toy "$OUT/first" 0
+train "$OUT/random" "$OUT/first" 0
 # a second peak of the learning rate: topics, reading and counting come late
 train "$OUT/first" "$OUT/checkpoint" 1
 cp "$OUT"/checkpoint/{*.json,*.jinja,*.safetensors} "$BASE/"

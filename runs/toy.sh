@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SWEET-RL and its baselines on the embedded world, on two CPU cores: collect, critic, policies,
-# evaluation, report. SEED, OUT, TASKS and TEST can be set; SHORT=1 is a smoke run.
+# test, report. SEED, OUT, TASKS and TEST can be set; SHORT=1 is a smoke run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -n "${SHORT:-}" ]; then
@@ -16,35 +16,42 @@ OUT=${OUT:-runs/out/toy$SUFFIX}
 mkdir -p "$OUT/test"
 step() { printf '\n%s\n' "$1"; }
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+finished() { # PID LOG: waits for a job on the other core
+  wait "$1" || { cat "$2" >&2; exit 1; }
+}
 
 step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with the scripted human"
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 
-# what the paper compares SWEET-RL with, on one core; each policy's summary goes to a file
-baselines() {
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/rft" "${RFT[@]}"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/mtdpo" "${MTDPO[@]}"
-  play rft "$OUT/rft" "$OUT/test/rft" >"$OUT/test/rft.txt"
-  play mtdpo "$OUT/mtdpo" "$OUT/test/mtdpo" >"$OUT/test/mtdpo.txt"
-  play base "$BASE" "$OUT/test/base" >"$OUT/test/base.txt"
-  play single_turn "$BASE" "$OUT/test/single_turn" --max_turns 1 >"$OUT/test/single_turn.txt"
-}
-step "2. Critic; the baselines train on the other core meanwhile (progress in $OUT/baselines.log)"
-baselines >"$OUT/baselines.log" 2>&1 &
-critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}"
+step "2. Critic; candidates for it to rank on the other core (progress in $OUT/candidates.log)"
+candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl" >"$OUT/candidates.log" 2>&1 &
+critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
+finished $! "$OUT/candidates.log"
 
-step "3. Policy: SWEET-RL on candidates that the critic ranks"
-policy "$OUT/episodes.jsonl" "$BASE" "$OUT/sweet" "${SWEET[@]}" "${SAMPLING[@]}" "${PAIRING[@]}" \
-  --critic "$OUT/critic"
+baselines() { # what the paper compares SWEET-RL with
+  rft "$OUT/episodes.jsonl" "$OUT/rft"
+  mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
+  play base "$BASE"
+  play single_turn "$BASE" --max_turns 1
+  play rft "$OUT/rft"
+  play mtdpo "$OUT/mtdpo"
+}
+step "3. Ranks, and SWEET-RL's policy; the baselines on the other core ($OUT/baselines.log)"
+baselines >"$OUT/baselines.log" 2>&1 &
+rank "$OUT/candidates.jsonl" "$OUT/critic"
+policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
 
 step "4. Test: $TEST tasks that training has not seen"
-play sweet "$OUT/sweet" "$OUT/test/sweet"
-wait $! || { cat "$OUT/baselines.log" >&2; exit 1; }
-cat "$OUT"/test/{mtdpo,rft,base,single_turn}.txt
+play sweet "$OUT/sweet"
+finished $! "$OUT/baselines.log"
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
-python evaluate.py --episodes "$OUT/test/sweet/sweet.jsonl" \
-  --against "$OUT"/test/{mtdpo/mtdpo,rft/rft,base/base,single_turn/single_turn}.jsonl \
-  --critic "$OUT/critic" --metrics "$OUT"/{critic,sweet,mtdpo,rft}/metrics.jsonl \
-  --output "$OUT/test" --report "$OUT/report.html"
+POLICIES=()
+for name in base single_turn rft mtdpo sweet; do
+  POLICIES+=("$name=$OUT/test/$name.jsonl")
+done
+python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
+python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
+  --metrics critic="$OUT/critic/metrics.jsonl" sweet="$OUT/sweet/metrics.jsonl" \
+  mtdpo="$OUT/mtdpo/metrics.jsonl" rft="$OUT/rft/metrics.jsonl" | tail -n 1

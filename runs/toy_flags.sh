@@ -1,4 +1,5 @@
-# Flags of the embedded world's recipes, which source this file. docs/measured.md says how they were chosen.
+# Flags and commands of the embedded world's recipes, which source this file. docs/measured.md says
+# how the flags were chosen.
 export OMP_NUM_THREADS=1
 # malloc keeps freed memory: new pages from the kernel take time
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
@@ -13,14 +14,15 @@ if [ "$DOMAIN" = backend ]; then
   SAMPLES=6
   TEST=${TEST:-500}
   TOKENS=64 # of one agent message
-  PAIRS=(--pairs success_vs_failure --share state --micro_batch_size 2)
-  CRITIC=("${PAIRS[@]}" --batch_size 4 --lr 5e-5 --epochs 2)
+  STATES=6  # of a task, that give candidates
+  # a task with mixed outcomes has six pairs: four tasks a step, and eight
+  PAIRS=(--pairs success_vs_failure --shuffle groups)
+  CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 12 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
-  VALUE_HEAD=(--head value --lr 1e-4)
-  STATES=(--states_per_task 6)
-  PAIRING=(--pairing positive_vs_negative)
-  SWEET=(--lr 1e-3 --epochs 4)
-  MTDPO=(--method mtdpo "${PAIRS[@]}" --batch_size 8 --lr 1e-3 --beta 0.3 --nll 10 --epochs 6)
+  VALUE_HEAD=(--lr 1e-4)
+  POLICY=(--pairing positive_vs_negative --lr 1e-3 --epochs 4)
+  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 12 --lr 1e-3 --epochs 6)
+  MTDPO+=(--beta 0.3 --nll 10)
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend
@@ -28,33 +30,54 @@ else
   SAMPLES=4
   TEST=${TEST:-150}
   TOKENS=200
+  STATES=2
   PAIRS=(--pairs all --margin 0.1 --batch_size 32 --micro_batch_size 16)
   CRITIC=("${PAIRS[@]}" --lr 2e-4 --epochs 2)
   CRITIC_LOSS=(--beta 3 --nll 0.5)
-  VALUE_HEAD=(--head value --lr 1e-3)
-  STATES=(--states_per_task 2)
-  PAIRING=()
-  SWEET=(--lr 3e-4 --epochs 2)
-  MTDPO=(--method mtdpo "${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
+  VALUE_HEAD=(--lr 1e-3)
+  POLICY=(--lr 3e-4 --epochs 2)
+  MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
 fi
-BATCH=(--batch_size 32 --micro_batch_size 16)
-SAMPLING=("${STATES[@]}" --data_fraction 1 --max_new_tokens "$TOKENS" --sampling_batch_size 256)
-SWEET+=(--method sweet "${BATCH[@]}" --share state --beta 0.3 --nll 3)
-RFT=(--method rft "${BATCH[@]}" --lr 1e-3 --epochs 6)
+# four pairs of each of 32 states a step
+POLICY+=(--shuffle groups --batch_size 128 --micro_batch_size 64 --beta 0.3 --nll 3)
+RFT=(--successes --batch_size 32 --micro_batch_size 16 --lr 1e-3 --epochs 6)
+BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
 
 collect() { # MODEL SEED EPISODES
-  python -m torch.distributed.run --standalone --nproc_per_node 2 collect.py \
-    --tasks "toy:$DOMAIN:train$WORLD" --num_tasks "$TASKS" --samples_per_task "$SAMPLES" \
-    --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$2" --output "$3"
+  "${BOTH[@]}" collect.py --tasks "toy:$DOMAIN:train$WORLD" --num_tasks "$TASKS" \
+    --samples_per_task "$SAMPLES" --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 \
+    --seed "$2" --output "$3"
+}
+candidates() { # MODEL EPISODES CANDIDATES
+  python collect.py --states "$2" --states_fraction 1 --states_per_task "$STATES" --agent "$1" \
+    --max_new_tokens "$TOKENS" --batch_size 256 --seed "$SEED" --output "$3"
 }
 critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
-  python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" "${@:3}"
+  python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" \
+    "${CRITIC_LOSS[@]}" --packed "${@:3}"
 }
-policy() { # EPISODES MODEL OUTPUT FLAGS...
-  python train_policy.py --episodes "$1" --model "$2" --output "$3" --seed "$SEED" "${@:4}"
+rank() { # CANDIDATES CRITIC: writes CRITIC/ranked.jsonl
+  "${BOTH[@]}" train_critic.py --candidates "$1" --output "$2" --packed
+  true_credit "$2"
 }
-play() { # NAME AGENT OUTPUT FLAGS...: prints what evaluate.py says before its tables
-  python evaluate.py --tasks "toy:$DOMAIN:test$WORLD" --num_tasks "$TEST" --name "$1" --agent "$2" \
-    --output "$3" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED" "${@:4}" |
-    sed '/^$/,$d'
+true_credit() { # CRITIC: how true its ranks are, in its metrics.jsonl, too; pages have no credit
+  [ "$DOMAIN" = frontend ] ||
+    python -m toy.credit auc "$1/ranked.jsonl" --metrics "$1/metrics.jsonl"
+}
+policy() { # RANKED MODEL OUTPUT FLAGS...
+  python train_policy.py --candidates "$1" --model "$2" --output "$3" --seed "$SEED" \
+    "${POLICY[@]}" --packed "${@:4}"
+}
+mtdpo() { # EPISODES OUTPUT
+  python train_policy.py --episodes "$1" --model "$BASE" --output "$2" --seed "$SEED" \
+    "${MTDPO[@]}" --packed
+}
+rft() { # EPISODES OUTPUT
+  python variants/sft.py --episodes "$1" --model "$BASE" --output "$2" --seed "$SEED" \
+    "${RFT[@]}" --packed
+}
+TEST_TASKS=(--tasks "toy:$DOMAIN:test$WORLD" --num_tasks "$TEST" --samples_per_task 1
+  --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED")
+play() { # NAME MODEL FLAGS...: writes OUT/test/NAME.jsonl
+  python collect.py "${TEST_TASKS[@]}" --agent "$2" --output "$OUT/test/$1.jsonl" "${@:3}"
 }

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import read_episodes  # noqa: E402
 from evaluate import score  # noqa: E402
-from runs.toy_seeds import SCORING, credit_aucs, table_parser  # noqa: E402
+from runs.toy_seeds import credit_aucs, table_parser  # noqa: E402
 
 POLICIES = ("base", "rft", "mtdpo", "sweet", "sweet_no_privileged")
 CELL = ("prior", "topics", "tasks")
@@ -53,7 +53,7 @@ def read_grid(root):
 def score_seed(folder):
     """Success of each policy, and the AUC of both critics, in one cell with one seed."""
     episodes = {name: [read_episodes(folder / f"test/{name}.jsonl")] for name in POLICIES}
-    results, _, _ = score(episodes, SCORING)
+    results = score(episodes)
     success = {name: results["policies"][name]["success_by_seed"][0] for name in POLICIES}
     aucs = {}
     for name in ("sweet", "sweet_no_privileged"):

@@ -17,22 +17,23 @@ cell() { # TOPICS PRIOR TASKS SEED
   TOPICS=$1 TASKS=$3 SEED=$4 BASE=$(base_of "$1" "$2") OUT=$ROOT/$1-$2-$3/$4
   source runs/toy_flags.sh
   collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/rft" "${RFT[@]}"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/mtdpo" "${MTDPO[@]}"
-  sweet ground_truth sweet "${SAMPLING[@]}"
-  sweet none sweet_no_privileged --candidates "$OUT/sweet/candidates.jsonl"
-  play base "$BASE" "$OUT/test"
+  rft "$OUT/episodes.jsonl" "$OUT/rft"
+  mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
+  candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl"
+  sweet sweet ground_truth
+  sweet sweet_no_privileged none
+  play base "$BASE"
   for name in rft mtdpo sweet sweet_no_privileged; do
-    play "$name" "$OUT/$name" "$OUT/test"
+    play "$name" "$OUT/$name"
   done
   # the table needs what is left: the test episodes and the critics' metrics
-  rm -rf "$OUT"/{episodes.jsonl,rft,mtdpo,sweet,sweet_no_privileged} "$OUT"/*.critic/*.safetensors
+  rm -rf "$OUT"/{episodes.jsonl,candidates.jsonl,rft,mtdpo,sweet,sweet_no_privileged}
+  rm -f "$OUT"/*.critic/{*.safetensors,ranked.jsonl}
 }
-sweet() { # PRIVILEGED NAME FLAGS...: of the candidates
-  critic "$BASE" "$OUT/$2.critic" --episodes "$OUT/episodes.jsonl" "${CRITIC_LOSS[@]}" \
-    --privileged "$1"
-  policy "$OUT/episodes.jsonl" "$BASE" "$OUT/$2" "${SWEET[@]}" "${PAIRING[@]}" "${@:3}" \
-    --critic "$OUT/$2.critic"
+sweet() { # NAME PRIVILEGED
+  critic "$BASE" "$OUT/$1.critic" --episodes "$OUT/episodes.jsonl" --privileged "$2"
+  rank "$OUT/candidates.jsonl" "$OUT/$1.critic"
+  policy "$OUT/$1.critic/ranked.jsonl" "$BASE" "$OUT/$1"
 }
 if [ $# = 4 ]; then
   cell "$@"

@@ -4,8 +4,8 @@
 
 Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
 Prints: a table to paste, and differences with 95 % intervals.
-Writes: runs/out/toy_seeds.json with success (of pages, the reward) by seed, differences, the AUC of
-the critics' advantages against true credit, and success of best of N.
+Writes: runs/out/toy_seeds.json with success (of pages, the reward) by seed, differences, and the AUC
+of the critics' advantages against true credit.
 """
 
 import argparse
@@ -15,15 +15,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from colbench import read_episodes, read_jsonl  # noqa: E402
-from evaluate import ScoreSettings, score  # noqa: E402
-from report.statistics import compare  # noqa: E402
-from report.tables import lines_of, main_metric, policy_table  # noqa: E402
+from colbench import read_episodes  # noqa: E402
+from evaluate import main_metric, markdown, policy_table, score  # noqa: E402
+from runtime.files import read_jsonl  # noqa: E402
 
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",
     "sweet_no_privileged", "sweet_no_normalise", "sweet_value_head", "sweet_round2",
-    "sweet_halves", "sweet_halves_no_privileged", "sweet_lora",
+    "sweet_halves", "sweet_halves_no_privileged", "sweet_halves_credit", "sweet_halves_random",
+    "sweet_lora", "best_of_2", "best_of_4", "best_of_8", "best_of_16",
+    "best_of_8_no_privileged", "best_of_16_no_privileged",
 ]
 PAIRS = [  # besides sweet - every other policy
     ("rft", "base"),
@@ -39,8 +40,6 @@ CRITICS = {  # key of the table -> directory in that of a seed
     "credit_auc_lora": "sweet_lora/critic",
     "credit_auc_round2": "iterate/round2/critic",
 }
-SCORING = ScoreSettings(seed=0, draws=2000, leak_threshold=0.5)
-BEST_OF_N = {"best_of_n": (1, 2, 4, 8, 16), "best_of_n_no_privileged": (8, 16)}
 
 
 def read_seeds(root):
@@ -57,11 +56,14 @@ def read_seeds(root):
 
 
 def score_seeds(runs, names, seeds):
-    """evaluate.score of these policies on these seeds, as far as they were played."""
+    """evaluate.score of these policies on these seeds, as far as they were played.
+
+    All are compared with the first.
+    """
     policies = {}
     for name in names:
         policies[name] = [runs[name][seed] for seed in sorted(seeds) if seed in runs[name]]
-    return score(policies, SCORING)
+    return score(policies)
 
 
 def differences(runs, metric):
@@ -71,9 +73,9 @@ def differences(runs, metric):
     found = {}
     for left, right in pairs:
         seeds = runs[left].keys() & runs[right].keys()  # an ablation may have fewer seeds
-        _, values, task_draws = score_seeds(runs, [left, right], seeds)
-        comparison = compare(values[left], values[right], metric, task_draws)
-        found[f"{left} - {right}"] = comparison["difference"]
+        for pair in score_seeds(runs, [right, left], seeds)["pairs"]:
+            if pair["metric"] == metric:
+                found[f"{left} - {right}"] = pair["difference"]
     return found
 
 
@@ -88,17 +90,6 @@ def credit_aucs(paths):
     return found
 
 
-def best_of_n(root, name, counts, metric):
-    """N -> success (or reward) of each seed."""
-    seeds = []
-    for path in sorted(root.glob(f"[0-9]*/test/{name}/results.json")):
-        seeds.append(json.loads(path.read_text())["policies"])
-    table = {}
-    for n in counts:
-        table[n] = [policies[f"base-best-of-{n}"][f"{metric}_by_seed"][0] for policies in seeds]
-    return table
-
-
 def points(difference):
     """A difference and its interval in percentage points."""
     value, low, high = (100 * difference[key] for key in ("value", "low", "high"))
@@ -107,8 +98,8 @@ def points(difference):
 
 def main(args):
     runs = read_seeds(args.root)
-    results, _, _ = score_seeds(runs, list(runs), runs["base"])
-    print("\n".join(lines_of(policy_table(results), markdown=True)))
+    results = score_seeds(runs, list(runs), runs["base"])
+    print(markdown(policy_table(results)))
 
     policies, metric = results["policies"], main_metric(results)
     table = {name: entry[f"{metric}_by_seed"] for name, entry in policies.items()}
@@ -120,11 +111,8 @@ def main(args):
         aucs = credit_aucs(sorted(args.root.glob(f"[0-9]*/{critic}/metrics.jsonl")))
         table[name] = [seed["credit_auc/all"] for seed in aucs if seed]  # pages have no credit
         table[f"{name}_by_kind"] = aucs
-    for name, counts in BEST_OF_N.items():
-        table[name] = best_of_n(args.root, name, counts, metric)
     args.output.write_text(json.dumps(table, indent=1) + "\n")
-    shown = ("credit_auc", "credit_auc_no_privileged", "best_of_n")
-    print({name: table[name] for name in shown})
+    print({name: table[name] for name in ("credit_auc", "credit_auc_no_privileged")})
 
 
 def table_parser(description, output):

@@ -4,8 +4,8 @@ speakers/interface.py says what a speaker is. Importing this package needs the s
 alone; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 
+from runtime.names import check_spec, is_server
 from speakers.interface import DEFAULT_SETTINGS
-from speakers.names import check_spec, is_server
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
 

@@ -9,17 +9,21 @@ class Utterance(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One conversation to answer; the fields are those of `speak`."""
+    """One conversation to answer.
+
+    `messages` are {"role": "system" | "user" | "assistant", "content": ...}, whose content is a
+    text, or a list of parts in the OpenAI format (pictures).
+    """
 
     messages: list
-    n: int = 1
+    n: int = 1  # how many answers, each drawn on its own
     seed: int = 0
-    task: dict | None = None
-    key: Any = None
+    task: dict | None = None  # read by scripted speakers only
+    key: Any = None  # names the dialogue, of which a speaker may keep what it has computed
 
 
 class SpeakerError(Exception):
-    """Why one conversation could not be answered; `speak` returns it in place of its texts.
+    """Why one conversation could not be answered.
 
     `refused`: the request itself is wrong (mostly too long), so a retry is useless.
     """
@@ -29,39 +33,22 @@ class SpeakerError(Exception):
         self.refused = refused
 
 
-class LocalRequest(NamedTuple):
-    """A request to a speaker that computes in this process, see collect.interleave."""
-
-    speaker: Any
-    request: Request
-
-
 class Speaker:
-    """Answers conversations: lists of messages {"role": "system" | "user" | "assistant",
-    "content": ...}, whose content is a text, or a list of parts in the OpenAI format (pictures).
-    """
+    """Answers conversations."""
 
-    # as a human: whether it reads the dialogue history (scripted humans), or `Referee.human_view`
+    # as a human: whether it reads the dialogue itself (scripts), or what the domain shows a human
     reads_history = False
     given_up = None  # why it is no longer asked, such as a server that is down
     has_answered = True  # whether it has answered anything so far
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        """For each conversation a list of n Utterances, or one SpeakerError.
+    def reply(self, request):
+        """A list of n Utterances; raises SpeakerError. It blocks, and many threads may call it.
 
-        `seeds` holds an integer for each conversation (default: 0): equal messages and seeds give
-        equal texts, up to rounding, whatever other conversations are in the call. `tasks` are read
-        by scripted speakers only. `keys` name the dialogues, of which a speaker may keep what it
-        has computed.
+        Equal messages and seeds give equal texts, up to rounding, whatever else is asked meanwhile.
+        What is waited for has a time limit, inside of `elsewhere()`; a model computes through
+        `gather` (see speakers/pool.py).
         """
         raise NotImplementedError
-
-    def reply(self, request):
-        """What it answers to one Request: n Utterances, or a SpeakerError.
-
-        A generator for collect.interleave: it yields what it waits for.
-        """
-        return (yield LocalRequest(self, request))
 
     def count_tokens(self, texts):
         """How many tokens the texts have together; None where that is unknown."""
@@ -74,9 +61,19 @@ class SpeakerSettings(NamedTuple):
     model_name: str | None = None  # for servers: which of their models
     temperature: float = 1.0  # 0 is greedy
     max_new_tokens: int = 1024
-    batch_size: int = 64  # samples computed together; for servers: requests in flight
+    batch_size: int = 64  # for local models: samples computed together, and dialogues kept
     device: str | None = None  # for local models; None: the GPU if there is one
     dtype: str | None = None  # for local models; None: bf16 on a GPU, fp32 on a CPU
 
 
 DEFAULT_SETTINGS = SpeakerSettings()
+
+
+def stop_if_given_up(*speakers):
+    """End a run whose server does not answer, once all that was in flight is on disk."""
+    for speaker in speakers:
+        if speaker.given_up:
+            raise SystemExit(f"found a server that answers no request ({speaker.given_up}),"
+                             " expected one that does; start it again, then rerun the same command"
+                             " to resume; or correct its address, the model's name or"
+                             " OPENAI_API_KEY")

@@ -1,21 +1,19 @@
-"""Language models in this process as speakers: loading, batched sampling, kept caches."""
+"""Language models in this process as speakers: batched sampling, kept caches."""
 
 import dataclasses
-import functools
-import gc
-import os
-import sys
+import itertools
 
 import numpy
 import torch
 import transformers
 
 from colbench import (
-    END_OF_THOUGHTS, THOUGHTS, UnnestedTemplate, derive_seed, encode_prompt, end_of_turn, render)
+    END_OF_THOUGHTS, THOUGHTS, UnnestedTemplate, encode_prompt, end_of_turn, render)
+from runtime.models import default_device, load_model, load_tokenizer
+from runtime.seeds import derive_seed
 from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Speaker, Utterance
-from speakers.lora import has_matrices, take_apart
-from speakers.names import check_checkpoint, why_not_opened
+from speakers.pool import gather
 
 # -----------------------------------------------------------------------------
 # The speaker
@@ -41,9 +39,9 @@ class Sample:
 class LocalSpeaker(Speaker):
     """A transformers model that answers many conversations at once.
 
-    `keys` name the dialogues: the caches of the `batch_size` dialogues that it answered last stay
-    in `kept`, so that a turn costs only its new tokens. Each sample draws from a random stream of
-    its own, so its text does not depend on the other conversations in the batch, up to rounding.
+    The caches of the `batch_size` dialogues (keys of requests) that it answered last stay in
+    `kept`, so that a turn costs only its new tokens. Each sample draws from a random stream of its
+    own, so its text does not depend on the other conversations in the batch, up to rounding.
     """
 
     def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
@@ -62,28 +60,36 @@ class LocalSpeaker(Speaker):
         self.opens_thoughts = prompt.rstrip().endswith(THOUGHTS)  # the template does, not the model
         self.kept = {}  # dialogue key -> KeptCache, the one used last at the end
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        prompts = [encode_prompt(self.tokenizer, messages) for messages in conversations]
-        if seeds is None:
-            seeds = [0] * len(prompts)
-        answers = [None] * len(prompts)
-        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        prompts_at_once = max(1, self.batch_size // n)
-        for start in range(0, len(prompts), prompts_at_once):
-            indices = by_length[start:start + prompts_at_once]
-            if keys is None:
-                caches = [None] * len(indices)
-            else:
-                caches = [self.kept.pop(keys[index], None) for index in indices]
-            batch_prompts = [prompts[index] for index in indices]
-            batch_seeds = [seeds[index] for index in indices]
-            samples = self._generate(batch_prompts, caches, n, batch_seeds)
-            for row, index in enumerate(indices):
-                own = samples[n * row:n * (row + 1)]
-                answers[index] = [self._utterance(sample) for sample in own]
-                if keys is not None and own[0].cache:
-                    self._keep(keys[index], own[0].cache)
+    def reply(self, request):
+        return gather(self.speak, request)
+
+    def speak(self, requests):
+        """For each request a list of n Utterances."""
+        prompts = [encode_prompt(self.tokenizer, request.messages) for request in requests]
+        answers = [None] * len(requests)
+
+        def order(index):  # not that of arrival: the same requests make the same batches
+            return requests[index].n, len(prompts[index]), requests[index].seed
+
+        indices = sorted(range(len(requests)), key=order)
+        for n, same_n in itertools.groupby(indices, key=lambda index: requests[index].n):
+            same_n, prompts_at_once = list(same_n), max(1, self.batch_size // n)
+            for start in range(0, len(same_n), prompts_at_once):
+                batch = same_n[start:start + prompts_at_once]
+                samples = self._answer([requests[index] for index in batch],
+                                       [prompts[index] for index in batch], n)
+                for row, index in enumerate(batch):
+                    answers[index] = samples[n * row:n * (row + 1)]
         return answers
+
+    def _answer(self, requests, prompts, n):
+        """The Utterances of one batch, n for each prompt."""
+        caches = [self.kept.pop(request.key, None) for request in requests]
+        samples = self._generate(prompts, caches, n, [request.seed for request in requests])
+        for request, sample in zip(requests, samples[::n], strict=True):
+            if request.key is not None and sample.cache:
+                self._keep(request.key, sample.cache)
+        return [self._utterance(sample) for sample in samples]
 
     def _keep(self, key, cache):
         """As many caches as dialogues are played at a time; those of ended ones go first."""
@@ -92,7 +98,9 @@ class LocalSpeaker(Speaker):
             del self.kept[next(iter(self.kept))]
 
     def count_tokens(self, texts):
-        return count_tokens(self.tokenizer, texts)
+        if not texts:  # which a tokenizer refuses
+            return 0
+        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     @torch.inference_mode()
     def _generate(self, prompts, caches, n, seeds):
@@ -195,12 +203,6 @@ def refuse_recurrent(model, path):
 # Which tokens end a text, and how one is picked
 
 
-def count_tokens(tokenizer, texts):
-    if not texts:  # which a tokenizer refuses
-        return 0
-    return sum(len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
-
-
 def stop_tokens(model, tokenizer):
     """The ids of the tokens that end a text, as the checkpoint and the chat template say."""
     ends = model.generation_config.eos_token_id
@@ -293,102 +295,3 @@ def left_padded(states, counts):
         if count:
             padded[row, :, length - count:] = state[:, :count]
     return padded
-
-
-# -----------------------------------------------------------------------------
-# Loading checkpoints
-
-
-def load_tokenizer(path):
-    transformers.logging.disable_progress_bar()
-    return load_part(transformers.AutoTokenizer, "the tokenizer", path)
-
-
-def load_config(path):
-    return load_part(transformers.AutoConfig, "config.json", path)
-
-
-def load_part(auto_class, name, path):
-    """A checkpoint's tokenizer or config."""
-    check_checkpoint(path)
-    try:
-        return auto_class.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open {name} ({why_not_opened(path, error)});"
-                         " expected a Hugging Face name or directory") from None
-
-
-def refuse_changing_positions(path, max_length):
-    """Some models encode all positions anew once a batch is longer than a limit.
-
-    A row would then get other log-probs beside a long one than alone, or in the reference pass.
-    """
-    config = load_config(path).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return
-    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if max_length > limit:
-        raise SystemExit(f"{path}: found --max_length {max_length} with rotary positions of type"
-                         f" {rope['rope_type']}, which change beyond {limit} tokens, expected at"
-                         f" most --max_length {limit}")
-
-
-def default_device():
-    """Where to compute when torchrun has given this process no device."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@functools.cache
-def announce_device(device):
-    """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
-    if os.environ.get("RANK", "0") == "0":
-        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
-        print(f"computing on {device} ({name})", file=sys.stderr)
-
-
-def compute_dtype(device, dtype=None):
-    """The name of the type that models compute in: `dtype` if given, else by device."""
-    if dtype:
-        return dtype
-    return "float32" if str(device) == "cpu" else "bfloat16"
-
-
-def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, merged=False,
-               **options):
-    """A transformers model, from safetensors only; what cannot be opened is named.
-
-    In bf16, the matrices of a LoRA checkpoint are beside its weights, unless `merged` is true.
-    """
-    import safetensors
-
-    check_checkpoint(path)
-    # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
-    # plans anew for each length
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
-    announce_device(str(device))
-    gc.collect()  # frees what is left of an earlier model before the next one is loaded
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
-    dtype = compute_dtype(device, dtype)
-    apart = dtype == "bfloat16" and has_matrices(path) and not merged
-    try:
-        model, report = model_class.from_pretrained(
-            path, dtype="float32" if apart else dtype, use_safetensors=True,
-            output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
-        raise SystemExit(
-            f"{path}: could not open the model ({type(error).__name__}: {error}); expected a"
-            " complete checkpoint with safetensors weights; train it again or choose another"
-        ) from None
-    # a new value head has no weights yet
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith("score."))
-    if missing or report["mismatched_keys"]:
-        first = missing[0] if missing else "a shape"
-        raise SystemExit(
-            f"{path}: weights do not fit config.json (first of them: {first}); expected a"
-            " checkpoint of one architecture; train it again or choose another")
-    if apart:
-        model = take_apart(model, path, torch.bfloat16)
-    return model.to(device)

@@ -2,8 +2,8 @@
 
 import random
 
-from colbench import derive_seed
 from judge.sandbox import ANSWER_MARKER
+from runtime.seeds import derive_seed
 from speakers.interface import Speaker, Utterance
 from toy.world import SCRIPTED
 
@@ -26,14 +26,10 @@ class ScriptedSpeaker(Speaker):
             raise SystemExit(f"found the {party}, expected one of: {names}")
         self.role, self.manner = role, manner
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        if seeds is None:
-            seeds = [0] * len(conversations)
-        answers = []
-        for messages, seed, task in zip(conversations, seeds, tasks, strict=True):
-            texts = [self._line(task, messages, derive_seed(seed, index)) for index in range(n)]
-            answers.append([Utterance(text, finished=True) for text in texts])
-        return answers
+    def reply(self, request):
+        texts = [self._line(request.task, request.messages, derive_seed(request.seed, index))
+                 for index in range(request.n)]
+        return [Utterance(text, finished=True) for text in texts]
 
     def _line(self, task, messages, seed):
         if "toy" not in task and not self.manner:

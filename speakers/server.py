@@ -12,10 +12,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import Future
 
-from colbench import THOUGHTS, derive_seed, harmless
-from speakers.interface import Request, Speaker, SpeakerError, Utterance
+from colbench import THOUGHTS
+from runtime.seeds import derive_seed
+from runtime.text import harmless
+from speakers.interface import Speaker, SpeakerError, Utterance
+from speakers.pool import elsewhere
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
@@ -28,11 +30,13 @@ MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
 MAX_NAMES = 20  # model names in a message
 DETAIL_CHARACTERS = 300  # of a server's own words in a message
-NAME_FLAGS = "name it with --agent_model, --human_model, --critic_model or --sampler_model"
+NAME_FLAGS = "name it with --agent_model, --human_model or --critic_model"
 
 
 class ServerSpeaker(Speaker):
-    """Sends many requests at once and retries them with back-off, until a server is given up.
+    """Retries each request with back-off, until the server is given up.
+
+    As many requests are in flight as threads ask: one for each dialogue that is played.
 
     retries   attempts for each request
     pause     seconds before the first retry; doubled before each further one
@@ -51,9 +55,8 @@ class ServerSpeaker(Speaker):
             "max_tokens": settings.max_new_tokens,
             "top_p": 1,
         }
-        self.slots = threading.Semaphore(settings.batch_size)
         self.lock = threading.Lock()
-        self.in_flight = 0  # requests that were submitted and have no reply yet
+        self.in_flight = 0  # requests without a reply so far
         self.failures_in_a_row = 0
         self.failing_since = None  # when the first failed attempt since the last answer began
         self.has_answered = False  # any request at all
@@ -61,51 +64,24 @@ class ServerSpeaker(Speaker):
         self.model_name = self._checked_name(settings.model_name)
 
     def reply(self, request):
-        return (yield self.submit(request))  # no request waits for another one
-
-    def submit(self, request):
-        """The Future of the request's reply: n Utterances, or a SpeakerError."""
         with self.lock:
             if self.in_flight == 0:
                 self.failing_since = None  # a time without requests is no silence of the server
             self.in_flight += 1
-        reply = Future()
-        reply.add_done_callback(self._count_reply)
-        # a daemon thread for each request: a run that fails does not wait for those under way
-        threading.Thread(target=self._fill, args=(reply, request), daemon=True).start()
-        return reply
-
-    def _fill(self, reply, request):
         try:
-            with self.slots:
-                answer = self._answer(request.messages, request.n, request.seed)
-        except Exception as error:  # a bug, which whoever waits for the reply must see
-            reply.set_exception(error)
-        else:
-            reply.set_result(answer)
-
-    def _count_reply(self, _):
-        with self.lock:
-            self.in_flight -= 1
-
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        if seeds is None:
-            seeds = [0] * len(conversations)
-        replies = [self.submit(Request(messages, n, seed))
-                   for messages, seed in zip(conversations, seeds, strict=True)]
-        return [reply.result() for reply in replies]
+            with elsewhere():
+                return self._answer(request.messages, request.n, request.seed)
+        finally:
+            with self.lock:
+                self.in_flight -= 1
 
     def _answer(self, messages, n, seed):
-        """n utterances for one conversation, or the SpeakerError in their place."""
+        """n utterances for one conversation."""
         utterances = []
         while len(utterances) < n:  # some servers ignore `n`: ask until there are enough
             missing = n - len(utterances)
             request_seed = derive_seed(seed, len(utterances)) % 2**31
-            try:
-                choices = self._request(messages, missing, request_seed)
-            except SpeakerError as error:
-                return error
-            for choice in choices:
+            for choice in self._request(messages, missing, request_seed):
                 text = choice["message"]["content"]
                 text = text.encode(errors="replace").decode()  # without halves of surrogate pairs
                 finished = choice.get("finish_reason") != "length"

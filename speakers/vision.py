@@ -1,30 +1,18 @@
-"""Vision-language models in this process: the human of pages, and the critic that sees.
-
-The human of frontend tasks compares two screenshots, so a model in its role must read pictures
-(`VisionSpeaker`). The paper's frontend critic is such a model, too: it sees the solution's
-screenshot (`Sight`) and has a regression head on the outcome (`vision_value_class`).
-"""
+"""Vision-language models in this process: the human of pages, who compares two screenshots."""
 
 import base64
-import functools
+import itertools
 import re
 
 import torch
 import transformers
 
-from colbench import DOMAINS, critic_messages, first_request, render
-from judge.browser import Browser
-from judge.pages import open_picture, solution_page
+from colbench import render
+from judge.pages import open_picture
+from runtime.models import default_device, load_config, load_model
 from speakers.interface import Speaker, Utterance
-from speakers.local import (
-    count_tokens,
-    default_device,
-    load_config,
-    load_model,
-    pick_tokens,
-    stop_tokens,
-    uniform_numbers,
-)
+from speakers.local import pick_tokens, stop_tokens, uniform_numbers
+from speakers.pool import gather
 
 # -----------------------------------------------------------------------------
 # Checkpoints, and what they read
@@ -130,19 +118,21 @@ class VisionSpeaker(Speaker):
         self.model.generation_config = transformers.GenerationConfig(
             eos_token_id=sorted(self.stops), pad_token_id=tokenizer.pad_token_id)
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        if seeds is None:
-            seeds = [0] * len(conversations)
-        uniform = uniform_numbers(seeds, n, self.max_new_tokens)  # a row for each sample
-        copies = [messages for messages in conversations for _ in range(n)]
+    def reply(self, request):
+        return gather(self.speak, request)
+
+    def speak(self, requests):
+        """For each request a list of n Utterances."""
+        copies = [request.messages for request in requests for _ in range(request.n)]
+        uniform = torch.cat([  # a row for each sample
+            uniform_numbers([request.seed], request.n, self.max_new_tokens)
+            for request in requests])
         utterances = []
         for start in range(0, len(copies), self.batch_size):
             end = start + self.batch_size
             utterances += self._generate(copies[start:end], uniform[start:end])
-        return [utterances[start:start + n] for start in range(0, len(utterances), n)]
-
-    def count_tokens(self, texts):
-        return count_tokens(self.processor.tokenizer, texts)
+        utterances = iter(utterances)
+        return [list(itertools.islice(utterances, request.n)) for request in requests]
 
     @torch.inference_mode()
     def _generate(self, conversations, uniform):
@@ -169,92 +159,3 @@ class VisionSpeaker(Speaker):
             ids = ids[:ends[0]]
         text = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
         return Utterance(text, finished=bool(ends))
-
-
-# -----------------------------------------------------------------------------
-# A critic that sees: the paper's frontend critic is a vision-language model with a regression head
-
-
-class Sight:
-    """What a vision-language critic reads with: its processor, and a browser for solution pages.
-
-    `privileged` is the critic's flag. The browser opens with the first page: functions, and a
-    critic that sees no solution, need none.
-    """
-
-    def __init__(self, path, privileged):
-        self.processor, self.privileged = load_processor(path), privileged
-        self.browser = None
-        self.draw = functools.cache(self._draw)  # draws every solution page once
-        # rows of a task, and candidates of a state, come one after the other: few are enough
-        self.read = functools.lru_cache(8)(self._read)
-
-    def opening_reader(self, task, messages):
-        """A function without arguments that gives the model's inputs up to the first request.
-
-        They show the solution before the request. Rows keep the function and not its result: the
-        pixels of all tasks at once would fill the memory.
-        """
-        opening = messages[:first_request(messages) + 1]
-        # tuples and texts, which a cache can look up
-        opening = tuple((message["role"], message["content"]) for message in opening)
-        return functools.partial(self.read, task["domain"], task["ground_truth"], opening)
-
-    def _read(self, domain, solution, opening):
-        messages = [{"role": role, "content": content} for role, content in opening]
-        picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
-        if self.privileged == "ground_truth" and DOMAINS[domain].pages:
-            picture = self.draw(solution_page(solution))
-        task = {"domain": domain, "ground_truth": solution}
-        seen = critic_messages(task, messages, self.privileged, picture)
-        return picture_inputs(self.processor, [seen])
-
-    def _draw(self, page):
-        if self.browser is None:
-            self.browser = Browser()
-        return self.browser.picture(page)
-
-
-def vision_value_class(path):
-    """A vision-language checkpoint's class, with a value head in place of the language head.
-
-    Its logits are (R, T, 1), as those of a text model with such a head.
-    """
-    from transformers.modeling_outputs import TokenClassifierOutput
-
-    config = load_config(path)
-    base = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-
-    class VisionValue(base):
-        _tied_weights_keys = None
-
-        def __init__(self, config):
-            super().__init__(config)
-            del self.lm_head
-            self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1)
-            self.post_init()
-
-        def forward(self, **inputs):
-            hidden = self.model(**inputs).last_hidden_state  # (R, T, D)
-            if "pixel_values" not in inputs:
-                hidden = hidden + zero_with_gradients(self.parameters_of_vision())
-            return TokenClassifierOutput(logits=self.score(hidden))
-
-        def parameters_of_vision(self):
-            decoder = {id(parameter) for parameter in self.get_decoder().parameters()}
-            return [parameter for parameter in self.model.parameters()
-                    if id(parameter) not in decoder]
-
-    # transformers looks up by these names how a checkpoint spells its weights
-    VisionValue.__name__, VisionValue.__module__ = base.__name__, base.__module__
-    return VisionValue
-
-
-def zero_with_gradients(parameters):
-    """0, with a gradient of 0 for each of `parameters`.
-
-    Data-parallel ranks sum the gradients that they have, weight by weight, so all must have the
-    same ones. A row without a picture does not use the vision encoder; added to its result, this
-    zero gives the encoder's weights gradients all the same.
-    """
-    return 0.0 * sum(parameter.sum() for parameter in parameters)

@@ -92,19 +92,31 @@ def parser_of(script):
 
 
 def check_command(words):
-    """Parse a command of ours with its script's own parser; returns the script's name.
+    """Parse a command of ours with its script's own parser; returns the script's path.
 
     Words before the script, such as torchrun's, are not looked at. None if there is no script.
     """
     for index, word in enumerate(words):
-        if word.endswith(".py"):
-            assert (ROOT / word).is_file(), f"{' '.join(words)}: there is no {word}; rename it here"
+        script = script_of(words[:index + 1])
+        if script:
+            assert (ROOT / script).is_file(), f"{' '.join(words)}: there is no {word}; rename it"
             try:
-                parse(word, words[index + 1:])
+                parse(script, words[index + 1:])
             except SystemExit as error:
                 reason = error.__context__ or error  # argparse exits with a bare 2
                 raise AssertionError(f"{' '.join(words)}: {word} refuses this: {reason}; mend the"
-                                     f" command, or the flags in {word}") from error
-            return word
+                                     f" command, or the flags in {script}") from error
+            return script
     return None
 
+
+def script_of(words):
+    """The script that the last of these words names: a file, or a module of ours after -m."""
+    if words[-1].endswith(".py"):
+        return words[-1]
+    if words[-2:-1] == ["-m"]:
+        name = words[-1].replace(".", "/")
+        for path in (f"{name}.py", f"{name}/__main__.py"):
+            if (ROOT / path).is_file():
+                return path
+    return None

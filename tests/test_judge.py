@@ -22,19 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from judge.sandbox import (
-    LIMITS,
-    REQUIRED,
-    Grade,
-    Judge,
-    Worker,
-    check_solutions,
-    compile_for,
-    describe,
-    extract_code,
-    run_test,
-    set_limits,
-)
+from judge.check import check_tasks
+from judge.handle import Worker
+from judge.sandbox import REQUIRED, Grade, Judge, check_solutions, extract_code
+from judge.values import describe
+from judge.worker import LIMITS, compile_for, run_test, set_limits
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
@@ -86,8 +78,9 @@ def test_the_sandbox_works_alone_in_a_new_interpreter():
     )
     rewards, loaded = json.loads(done.stdout)
     assert rewards == [1.0, pytest.approx(1 / 3)]
-    ours = {path.stem for path in ROOT.glob("*.py")} | {"speakers", "toy", "judge"}
-    assert {name for name in loaded if name.split(".")[0] in ours} == {"judge", "judge.sandbox"}
+    ours = {path.stem for path in ROOT.iterdir()}
+    files = {f"judge.{name}" for name in ("sandbox", "handle", "worker", "values", "calls")}
+    assert {name for name in loaded if name.split(".")[0] in ours} == {"judge", *files}
     assert not {"torch", "numpy"} & set(loaded)
 
 
@@ -419,6 +412,25 @@ def test_the_machine_is_closed_to_an_answer_that(judge, action):
     assert all(reason.startswith("raised") for reason in grade.reasons.values())
 
 
+def test_an_answer_finds_no_file_of_ours_among_its_modules_nor_on_its_path(judge):
+    path = subprocess.check_output(
+        [sys.executable, "-I", "-c", "import sys; print(sys.path)"], text=True
+    )
+    code = "import sys\nours = [name for name in sys.modules if name.split('.')[0] == 'judge']"
+    outcomes = judge.outcomes(code, ["ours", "str(sys.path)"], "fixed", 1.0)
+    assert outcomes == [describe([]), describe(path.strip())]
+
+
+def test_an_answer_that_rebinds_builtins_changes_nothing_of_what_is_said_of_it(judge):
+    code = (
+        "import builtins\n"
+        "for name in ('int', 'format', 'isinstance', 'type', 'len', 'BaseException'):\n"
+        "    setattr(builtins, name, None)\n"
+    )
+    outcomes = judge.outcomes(code, ["4", "[1.5, {'a': ()}]", "1 / 0"], "fixed", 1.0)
+    assert outcomes == [describe(4), describe([1.5, {"a": ()}]), "raised ZeroDivisionError"]
+
+
 def test_scratch_is_emptied_whatever_the_answer_left_in_it():
     answer = (
         "import os\n"
@@ -519,10 +531,10 @@ def test_a_machine_that_has_no_room_for_a_process_for_long_ends_the_run_and_fail
             raise BlockingIOError  # EAGAIN of fork
 
         with monkeypatch.context() as patch:
-            patch.setattr("judge.sandbox.Worker.run", no_child)
+            patch.setattr("judge.handle.Worker.run", no_child)
             with pytest.raises(SystemExit, match="found a machine without room.*rerun"):
                 alone.grade(DOUBLE, DOUBLE["ground_truth"])
-            patch.setattr("judge.sandbox.subprocess.Popen", no_worker)
+            patch.setattr("judge.handle.subprocess.Popen", no_worker)
             with pytest.raises(SystemExit, match="found a machine without room.*rerun"):
                 alone.grade(DOUBLE, DOUBLE["ground_truth"])
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
@@ -530,7 +542,7 @@ def test_a_machine_that_has_no_room_for_a_process_for_long_ends_the_run_and_fail
 
 @needs_proc
 def test_an_answer_with_too_many_threads_is_ended(judge, monkeypatch):
-    monkeypatch.setattr("judge.sandbox.MAX_THREADS", 8)  # as root, a limit of 64 comes first
+    monkeypatch.setattr("judge.handle.MAX_THREADS", 8)  # as root, a limit of 64 comes first
     start = (
         "import _thread, time\n"
         "for _ in range(16):\n"
@@ -594,7 +606,7 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
 def test_an_owner_that_ends_while_its_worker_starts_leaves_no_scratch_folder(tmp_path):
     code = (
         "import os\n"
-        "from judge.sandbox import Worker\n"
+        "from judge.handle import Worker\n"
         "print(Worker().process.pid, flush=True)\n"
         "os._exit(9)\n"
     )
@@ -660,6 +672,20 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
         (0, "slow", "the solution takes longer than an answer may"),
         (0, "late", "the solution timed out"),
     ]
+
+
+def test_the_table_of_check_spells_out_what_could_steer_a_terminal(capsys):
+    broken = {"ground_truth": "def f():\n    return None", "test_cases": {"\x1b[2J": "f()"}}
+    assert not check_tasks("t.jsonl", [DOUBLE, broken], check_solutions, "fixed", False, ascii)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "t.jsonl: line 2, '\\x1b[2J': the solution returns None",
+        "1 of 2 tasks can be solved in full (judge fixed)",
+    ]
+    assert check_tasks("t.jsonl", [DOUBLE], check_solutions, "official", False, ascii)
+    with pytest.raises(SystemExit, match="found no test that can be passed"):
+        check_tasks("t.jsonl", [broken], check_solutions, "fixed", False, ascii)
+    assert "protection limits         active" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------

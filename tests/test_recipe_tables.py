@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import episode, run_script
 
-from colbench import write_jsonl
+from runtime.files import write_jsonl
 
 BETTER = {"sweet": 4, "sweet_no_privileged": 1, "mtdpo": 2, "rft": 2, "base": 1, "single_turn": 0}
 

@@ -1,4 +1,4 @@
-"""The recipes for real models as smoke runs: SHORT=1, with the human behind a server.
+"""Recipes: every command of theirs parses; those for real models run in short, with SHORT=1.
 
 Run: pytest tests/test_recipes.py
 """
@@ -8,20 +8,77 @@ import os
 import random
 import shutil
 import subprocess
+from collections import Counter
 
 import pytest
+from commands import check_command, record
 from conftest import ROOT, metrics
 from test_servers import running
 
-from colbench import read_tasks
-from toy.world import SCRIPTED
+from colbench import read_candidates
+from toy.world import SCRIPTED, toy_tasks
 
-pytestmark = pytest.mark.slow
+# -----------------------------------------------------------------------------
+# Commands; those of documents and docstrings are in test_docs.py
+
+ALL = sorted(path.name for path in (ROOT / "runs").glob("*.sh"))
+RECIPES = [name for name in ALL if name != "toy_flags.sh"]
+
+
+def run_recipe(name, folder, arguments=(), **variables):
+    """The commands that a recipe would run, each once it was called: the words after `python`.
+
+    The recipe runs in a copy of runs/, with stubs in place of `python` and `torchrun`; `cp` copies
+    nothing, since nothing was made.
+    """
+    shutil.copytree(ROOT / "runs", folder / "runs", ignore=shutil.ignore_patterns("out"))
+    commands = record(folder / "runs" / name, folder, ("python", "torchrun", "cp"),
+                      os.environ["PATH"], arguments, **variables)
+    return [words for program, *words in commands if program != "cp"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_are_valid_shell(name):
+    subprocess.run(["bash", "-n", str(ROOT / "runs" / name)], check=True)
+
+
+@pytest.mark.parametrize("domain", ["backend", "frontend"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_command_of_a_recipe_parses(name, domain, tmp_path):
+    arguments = ["1"] if name in ("toy_seeds.sh", "toy_grid.sh") else []  # one seed
+    commands = run_recipe(name, tmp_path, arguments, DOMAIN=domain)
+    assert commands
+    for words in commands:
+        assert check_command(words), words
+
+
+def test_the_toy_recipe_trains_plays_and_compares_every_policy(tmp_path):
+    commands = run_recipe("toy.sh", tmp_path)
+    assert Counter(map(check_command, commands)) == {
+        "collect.py": 7, "train_critic.py": 2, "toy/credit.py": 1, "train_policy.py": 2,
+        "variants/sft.py": 1, "evaluate.py": 1, "report/__main__.py": 1}
+    compared = [word.partition("=")[0] for word in commands[-2] if word.endswith(".jsonl")]
+    assert compared == ["base", "single_turn", "rft", "mtdpo", "sweet"]
+
+
+def test_the_grid_resumes_a_cell_that_was_killed_in_its_last_play_and_no_finished_one(tmp_path):
+    for cell in ("16-0-200", "64-0-200"):
+        (tmp_path / f"grid/{cell}/0/test").mkdir(parents=True)
+        (tmp_path / f"grid/{cell}/0/test/sweet_no_privileged.jsonl").touch()
+    (tmp_path / "grid/16-0-200/0/episodes.jsonl").touch()
+    commands = run_recipe("toy_grid.sh", tmp_path, ["1"], ROOT="grid")
+    words = {word for command in commands for word in command}
+    assert any(word.startswith("grid/16-0-200/0/") for word in words)
+    assert not any(word.startswith("grid/64-0-200/0/") for word in words)
+
+
+# -----------------------------------------------------------------------------
+# Smoke runs
 
 
 def scripted_human(domain):
     """The embedded world's human behind a server: it finds the task by what the human wants."""
-    tasks = read_tasks(f"toy:{domain}:train", 60) + read_tasks(f"toy:{domain}:test", 20)
+    tasks = toy_tasks(f"toy:{domain}:train", 60) + toy_tasks(f"toy:{domain}:test", 20)
     by_wish = {json.dumps(task["hidden_information"])[1:-1]: task for task in tasks}
 
     def answer(body, seed):
@@ -47,6 +104,7 @@ def short_run(recipe, domain, folder):
     return json.loads((folder / "test/results.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", ["backend", "frontend"])
 def test_a_short_run_of_the_paper_scale_recipe_goes_from_episodes_to_a_report(domain, tmp_path):
     if domain == "frontend" and not shutil.which("chromium"):
@@ -54,12 +112,15 @@ def test_a_short_run_of_the_paper_scale_recipe_goes_from_episodes_to_a_report(do
     results = short_run(f"{domain}_8b", domain, tmp_path)
     for name in ("critic", "sweet", "mtdpo", "rft"):
         assert metrics(tmp_path / name), name
-    assert {"sweet", "mtdpo", "rft"} <= set(results["policies"])
+    assert list(results["policies"]) == ["base", "rft", "mtdpo", "sweet"]
+    states, omitted = read_candidates(tmp_path / "critic/ranked.jsonl", ranked=True)
+    assert states and not omitted
     assert (tmp_path / "test/report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_short_run_of_the_recipe_for_one_gpu_goes_from_episodes_to_a_report(tmp_path):
     results = short_run("backend_1gpu", "backend", tmp_path)
-    assert {"sweet", "base"} <= set(results["policies"])
+    assert list(results["policies"]) == ["base", "sweet"]
     assert (tmp_path / "critic/lora.matrices").is_file()
     assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -1,4 +1,5 @@
-"""The report, opened and used in headless Chromium: python -m pytest tests/test_report.py"""
+"""The report, opened and used in headless Chromium; pairs for others: pytest tests/test_report.py
+"""
 
 import base64
 import json
@@ -8,10 +9,14 @@ import time
 import zlib
 
 import pytest
+from conftest import run_script
 
-import evaluate
+from colbench import complete_episode, read_candidates
 from judge.browser import DevTools, find_chromium
-from report import page
+from report import __main__ as command
+from report import charts, page
+from report.pairs import pairs_of_state
+from report.training import Training, open_critic, read_training, short_name, training_method
 from toy.world import toy_tasks
 
 HOSTILE = (
@@ -133,42 +138,52 @@ def write_lines(path, rows):
     return path
 
 
+def make_report(*words):
+    command.main(command.parse_args([str(word) for word in words]))
+
+
 def write_report(folder, *flags, **policies):
     """The path of a report over `policies`, name -> rows."""
-    files = [str(write_lines(folder / f"{name}.jsonl", rows)) for name, rows in policies.items()]
+    files = [f"{name}={write_lines(folder / f'{name}.jsonl', rows)}"
+             for name, rows in policies.items()]
     report = folder / "report.html"
-    output = ["--output", str(folder), "--report", str(report), "--draws", "200"]
-    evaluate.main(evaluate.parse_args(["--episodes", *files, *output, *flags]))
+    make_report(*files, "--output", report, "--draws", "200", *flags)
     return report
 
 
-def write_run(folder, rows, **flags):
+def write_run(folder, rows, script, **flags):
     """metrics.jsonl of a training run, with its record."""
     path = write_lines(folder / "metrics.jsonl", rows)
-    (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
+    record = {"script": script, "flags": flags, "inputs": {}}
+    (folder / "run.json").write_text(json.dumps(record))
     return path
 
 
-def write_sweet(folder, text="Which unit?"):
-    """A run of SWEET-RL with ranked candidates: 30 states of four candidates each."""
-    folder.mkdir(parents=True)
+def ranked_state(state, text="Which unit?", **more):
+    """A line of ranked candidates: four of one state."""
     messages = [{"role": "system", "content": "Ask."}, {"role": "user", "content": "A label."}]
-    write_lines(folder / "candidates.jsonl", [
-        {"task_id": f"task{state}", "sample": 0, "turn": 0, "messages": messages,
-         "candidates": [f"{text} {i}" for i in range(4)], "finished": [True] * 4,
-         "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)]}
-        for state in range(30)])
+    task = {"task_id": f"task{state}", "problem_description": "A label.",
+            "ground_truth": "def f(x): return x", "test_cases": {"test1": "f(1)"}}
+    return {"task": task, "sample": 0, "turn": 0, "messages": messages, "agent_prompt": "Ask.",
+            "candidates": [f"{text} {i}" for i in range(4)], "finished": [True] * 4, "error": None,
+            "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)],
+            "ranker": "critic"} | more
+
+
+def write_sweet(folder, text="Which unit?"):
+    """A run of SWEET-RL that learns from ranked candidates: 30 states of four candidates each."""
+    ranked = write_lines(folder / "ranked.jsonl", [ranked_state(i, text) for i in range(30)])
     steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
-              "train/nll": 0.5} for i in range(40)]
-    return write_run(folder, steps, method="sweet", model="toy/base", seed=0,
-                     share="pair", pairing="halves", pairs_per_state=2)
+              "train/nll": 0.5, "optim/lr": 1e-6, "time/step": 1} for i in range(40)]
+    return write_run(folder, steps, "train_policy.py", candidates=str(ranked), episodes=None,
+                     model="toy/base", seed=0, pairing="halves", pairs_per_state=2)
 
 
 def write_critic(folder):
     steps = [{"step": i, "train/loss": 1 / (i + 1), "time/step": 1} for i in range(9)]
     steps.append({"step": 9, "holdout/accuracy": 0.9, "holdout/pairs": 50})
     steps.append({"step": 10, "credit_auc/all": 0.95, "credit_auc/question_question": 0.75})
-    return write_run(folder, steps, head="logratio", privileged="ground_truth", model="toy/base")
+    return write_run(folder, steps, "train_critic.py", privileged="ground_truth", model="toy/base")
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +229,7 @@ def test_first_sentence_says_who_won_and_that_it_is_not_settled(browser, report,
     first = browser.text("#sentences p")
     assert first.startswith("The winner is not settled: ours solves 50.0 % [")
     assert "theirs solves 0.0 % [" in first and "sign test p = 0.5" in first
-    assert "on the 5 tasks that both finished" in first  # theirs has an error on one
+    assert "on the tasks that both finished (5)" in first  # theirs has an error on one
     settled = write_report(tmp_path, a=[episode(task, 0) for task in range(9)],
                            b=[episode(task, 0, passed=False) for task in range(9)])
     browser.open(settled.as_uri())
@@ -223,7 +238,8 @@ def test_first_sentence_says_who_won_and_that_it_is_not_settled(browser, report,
 
 
 def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
-    write_run(tmp_path / "trained", [], method="mtdpo", model="some/base", lr=1e-6)
+    write_run(tmp_path / "trained", [], "train_policy.py", candidates=None, episodes=["e.jsonl"],
+              model="some/base", lr=1e-6)
     rows = [episode(0, 0, agent=str(tmp_path / "trained"), human="scripted")]
     for name, turns in (("ours", 10), ("single", 1)):
         run = {"flags": {"tasks": "test.jsonl", "judge": "fixed", "max_turns": turns,
@@ -236,8 +252,8 @@ def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
     assert browser.run("document.getElementById('run').open") is False
     browser.run("document.getElementById('run').open = true")
     facts = browser.text("#run dl")
-    for part in (str(tmp_path / "trained"), "test.jsonl", "scripted", "fixed", "abc1234", "20",
-                 "train_policy.py --method mtdpo --model some/base --lr 1e-06",
+    for part in (str(tmp_path / "trained"), "test.jsonl", "scripted", "abc1234", "20",
+                 "train_policy.py --episodes e.jsonl --model some/base --lr 1e-06",
                  "--max_turns 10 --require_protection"):
         assert part in facts
 
@@ -247,7 +263,7 @@ def test_a_sentence_names_a_model_by_the_last_part_of_its_path_and_facts_start_h
     monkeypatch.chdir(tmp_path)
     for model, name in ((f"{tmp_path}/out/seed1/sweet", "sweet"), ("./sweet", "sweet"),
                         ("toy/base", "toy/base"), ("http://host:1/v1", "http://host:1/v1")):
-        assert page.short_name(model) == name
+        assert short_name(model) == name
     rows = [episode(0, 0, agent=f"{tmp_path}/out/sweet")]
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert browser.text("#policies p") == "ours – the model sweet"
@@ -255,14 +271,27 @@ def test_a_sentence_names_a_model_by_the_last_part_of_its_path_and_facts_start_h
     assert "Modelout/sweet" in facts and "Filesours.jsonl" in facts
 
 
-def test_a_policy_that_is_played_here_names_its_command_and_file(browser, tmp_path):
-    flags = ["--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted"]
-    output = ["--output", str(tmp_path), "--report", str(tmp_path / "report.html")]
-    evaluate.main(evaluate.parse_args([*flags, *output, "--draws", "200"]))
-    browser.open((tmp_path / "report.html").as_uri())
+def test_nothing_is_called_unknown_where_a_file_does_not_say_who_played(browser, tmp_path):
+    browser.open(write_report(tmp_path, ours=[episode(0, 0)]).as_uri())
+    assert browser.text("#policies p") == "ours"
     facts = browser.run("document.querySelector('#run dl').textContent")
-    assert f"{tmp_path}/scripted.jsonl" in facts and "--num_tasks 2" in facts
-    assert "Commit" in facts and browser.text("#count").startswith("2 of 2 dialogues")
+    assert "Model" not in facts and "unknown" not in browser.run("document.body.innerText")
+
+
+@pytest.mark.parametrize("script, flags, what", [
+    ("train_critic.py", {"privileged": "ground_truth", "model": "b"},
+     "log-ratio critic that sees the solution, from b"),
+    ("train_critic.py", {"privileged": "none", "model": "b"}, "log-ratio critic, from b"),
+    ("value_critic.py", {"privileged": "none"}, "critic with a value head"),
+    ("train_policy.py", {"candidates": "r.jsonl"},
+     "SWEET-RL, which is DPO on pairs of turns that a critic ranked"),
+    ("train_policy.py", {"candidates": None}, "multi-turn DPO on pairs of whole dialogues"),
+    ("sft.py", {"successes": True}, "rejection fine-tuning on solved dialogues"),
+    ("sft.py", {"successes": False}, "supervised fine-tuning on dialogues"),
+    ("", {}, ""),
+])
+def test_a_training_run_is_named_by_its_script_and_flags(script, flags, what):
+    assert training_method(script, flags) == what
 
 
 def test_charts_and_pairs_stand_before_any_table(browser, report):
@@ -302,6 +331,28 @@ def test_tasks_that_nobody_can_solve_end_in_a_way_of_their_own(browser, tmp_path
     assert browser.each(".row b", "e.textContent") == ["·", "✗"]
 
 
+def test_endings_tell_cut_answers_errors_and_early_ones_apart():
+    def ending(text="I WANT TO ANSWER: x", finished=True, domain="backend", **more):
+        turn = {"role": "assistant", "content": text, "finished": finished}
+        history = [{"role": "user", "content": "p"}, turn]
+        row = episode(0, 0, passed=False, dialogue_history=history) | {"reasons": {}} | more
+        row["task"] = row["task"] | {"domain": domain}
+        if domain != "backend":
+            del row["task"]["test_cases"]
+            row["success"] = None
+        return charts.ending(complete_episode(row))
+
+    assert ending() == "wrong answer" and ending(finished=False) == "cut"
+    assert ending(error="gone", success=None) == "error"
+    assert ending("What now?") == "no answer"
+    assert ending(credits=["early answer"]) == "early answer"
+    assert ending(domain="frontend") == "answered"
+    for reasons in ({}, {"page": "rendered"}):
+        assert ending("a page", domain="frontend", reasons=reasons) == "out of turns"
+    assert ending("a page", domain="logged") == "ended"
+    assert ending("What now?", reward=1.0, success=True) == "solved"
+
+
 def toy_rows(questions, success=True):
     """Episodes of the embedded world that ask `questions` and then answer, where they do."""
     rows = []
@@ -334,14 +385,11 @@ def test_questions_on_the_last_turn_are_called_so(browser, tmp_path):
     assert "no answer · " in browser.text(".row span") or "no answer" in browser.text("#episode")
 
 
-def test_success_by_requirements_and_by_turn(browser, tmp_path):
+def test_success_within_so_many_turns(browser, tmp_path):
     browser.open(write_report(tmp_path, ours=toy_rows(["Tell me the frame."])).as_uri())
     titles = browser.each("#results figcaption", "e.innerText")
-    assert titles[3:] == ["Success by number of requirements", "Solved within so many turns"]
-    needed = browser.each("#results figure:nth-of-type(4) tbody tr",
-                          "e.cells[1].textContent.trim()")
-    assert set(needed) <= {"2", "3", "4", "5"} and len(needed) == len(set(needed)) > 1
-    by_turn = browser.each("#results figure:nth-of-type(5) tbody tr",
+    assert titles[3:] == ["Solved within so many turns"]
+    by_turn = browser.each("#results figure:nth-of-type(4) tbody tr",
                            "[...e.cells].map(cell => cell.textContent.trim())")
     assert by_turn == [["ours", "1", "0"], ["ours", "2", "100"]]
 
@@ -349,7 +397,7 @@ def test_success_by_requirements_and_by_turn(browser, tmp_path):
 def test_critic_is_measured_on_held_out_pairs_by_kind_and_against_true_credit(browser, tmp_path):
     rows = toy_rows(["Tell me the frame.", "Tell me the frame.", "Tell me the frame."])
     critic = write_critic(tmp_path / "critic")
-    browser.open(write_report(tmp_path, "--metrics", str(critic), ours=rows).as_uri())
+    browser.open(write_report(tmp_path, "--metrics", f"critic={critic}", ours=rows).as_uri())
     titles = browser.each("#critic figcaption", "e.innerText")
     assert titles == ["critic: the better one ranked higher, %", "Advantage against true credit"]
     values = browser.each("#critic figure:first-of-type tbody tr",
@@ -362,16 +410,6 @@ def test_critic_is_measured_on_held_out_pairs_by_kind_and_against_true_credit(br
     helpful = browser.each("#critic figure:last-of-type tbody tr",
                            "Number.parseFloat(e.cells[2].textContent)")
     assert helpful[0] == 0 < helpful[-1]  # repeated questions against right answers
-
-
-def test_real_tasks_show_the_advantage_by_turn(browser, tmp_path):
-    rows = [episode(task, 0, advantages=[0.2, -0.1 - task / 10]) for task in range(4)]
-    browser.open(write_report(tmp_path, ours=rows).as_uri())
-    chart = "#results figure:nth-of-type(2)"
-    assert browser.text(f"{chart} figcaption") == "Critic's advantage by turn"
-    means = browser.each(f"{chart} tbody tr",
-                         "[...e.cells].slice(1).map(cell => Number.parseFloat(cell.textContent))")
-    assert means == [[1, 0.2], [2, -0.25]]
 
 
 def test_three_pairs_show_what_the_policy_learns_from(browser, report):
@@ -395,39 +433,21 @@ def cells_of(browser, table):
     return browser.each(f"{table} tbody tr", "[...e.cells].map(cell => cell.innerText.trim())")
 
 
-def test_table_shows_the_numbers_of_the_markdown_table(browser, report):
+def test_tables_show_the_numbers_of_evaluate(browser, report, tmp_path):
+    files = [f"{name}={report.with_name(name + '.jsonl')}" for name in ("ours", "theirs")]
+    done = run_script("evaluate.py", *files, "--output", tmp_path, "--draws", 200)
+    tables = [[line.strip("| ").split("|") for line in table.splitlines()]
+              for table in (tmp_path / "results.md").read_text().split("\n\n")]
     browser.open(report.as_uri())
-    drawn = cells_of(browser, "#tables > .scroll:first-child")
-    lines = report.with_name("results.md").read_text().splitlines()[2:4]
-    assert drawn == [line.strip("| ").split(" | ") for line in lines]
+    for number, (headings, _, *rows) in enumerate(tables, 1):
+        table = f"#tables > .scroll:nth-of-type({number})"
+        assert browser.each(f"{table} th", "e.innerText") == [text.strip() for text in headings]
+        assert cells_of(browser, table) == [[text.strip() for text in row] for row in rows]
+    said, *_ = done.stdout.split("\n\n")
+    assert browser.each("#sentences p", "e.textContent") == said.split("\n")
     assert "backend · 6 tasks · 12 episodes" in browser.text("#subtitle")
     assert "unsolvable" not in browser.text("#subtitle")
     assert "95 % intervals over tasks, 200 bootstrap draws" in browser.text("#subtitle")
-
-
-def test_policies_are_rows_with_tasks_and_episodes_and_zero_columns_fold(browser, tmp_path):
-    rows = [episode(task, sample) for task in range(2) for sample in range(2)]
-    browser.open(write_report(tmp_path, ours=rows, theirs=rows).as_uri())
-    assert browser.each("#tables > .scroll th", "e.innerText")[:4] == [
-        "Policy", "Tasks", "Episodes", "Success %"]
-    drawn = cells_of(browser, "#tables > .scroll")
-    assert [row[:4] for row in drawn] == [[name, "2", "4", "100.0 [34.2, 100.0]"]
-                                         for name in ("ours", "theirs")]
-    assert browser.text("#tables summary") == "Zero for every policy"
-    assert browser.run("document.querySelector('#tables details').open") is False
-    folded = browser.each("#tables details th", "e.textContent")
-    assert folded[3:] == ["No answer %", "Errors %", "Leaking %"]
-
-
-def test_comparisons_have_a_table_of_their_own(browser, tmp_path):
-    theirs = write_lines(tmp_path / "theirs.jsonl", [episode(0, 0, passed=False)])
-    report = write_report(tmp_path, "--against", str(theirs), ours=[episode(0, 0)])
-    browser.open(report.as_uri())
-    assert browser.each("#tables h3", "e.innerText") == ["Success % compared on the same tasks"]
-    (row,) = cells_of(browser, "#tables > .scroll:nth-of-type(2)")
-    assert row[0] == "ours − theirs" and row[2:4] == ["not settled", "1 / 0 / 0"]
-    folded = browser.each("#tables summary", "e.innerText")
-    assert folded[-1] == "Tests passed % compared on the same tasks"
 
 
 # -----------------------------------------------------------------------------
@@ -444,13 +464,12 @@ def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(browser, report
     assert labels[1].startswith("50.0 [") and labels[3].startswith("0.0 [0.0, ")
     ends = browser.each(f"{chart} .whisker", "[...e.points].map(point => point.x)")[0]
     assert ends[0] < 8 + widths[0] < ends[1]
-    results = json.loads(report.with_name("results.json").read_text())
-    number = results["policies"]["ours"]["numbers"]["success"]
-    scale = widths[0] / number["value"]
+    value, low, high = map(float, re.findall(r"[\d.]+", labels[1]))
+    scale = widths[0] / value
     axis = browser.each(f"{chart} .grid", "e.points[0].x")
-    assert axis == pytest.approx([8 + scale * share for share in (0, 0.25, 0.5, 0.75, 1)], abs=0.1)
+    assert axis == pytest.approx([8 + scale * share for share in (0, 25, 50, 75, 100)], abs=0.1)
     assert browser.each(f"{chart} .axis", "e.textContent") == ["0", "25", "50", "75", "100"]
-    assert ends == pytest.approx([8 + scale * number["low"], 8 + scale * number["high"]], abs=0.1)
+    assert ends == pytest.approx([8 + scale * low, 8 + scale * high], abs=0.1)
 
 
 def test_lines_have_a_legend_axes_and_a_point_for_each_value(browser, report):
@@ -529,33 +548,26 @@ def test_values_can_be_read_by_keyboard_and_screen_reader(browser, report):
     assert ours[0] == "ours" and ours[1].startswith("50.0 [")
 
 
-def test_best_of_n_curve_comes_from_policies_that_name_their_candidates(browser, tmp_path):
-    policies = {"plain": [episode(0, 0)]}
-    for n in (4, 1, 2):
-        policies[f"p{n}"] = [episode(0, 0, passed=n > 1, best_of_n=n, scorer="critic")]
+def test_a_log_has_bars_below_and_above_zero_and_neither_endings_nor_answers(browser, tmp_path):
+    history = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
+               {"role": "tool", "content": "t"}, {"role": "assistant", "content": "a"},
+               {"role": "assistant", "content": "b"}]
+    policies = {}
+    for name, rewards in (("bad", (-4.0, -2.0)), ("good", (7.0, 9.0))):
+        task = {"domain": "logged", "problem_description": "u", "ground_truth": ""}
+        policies[name] = [{"task": task | {"task_id": str(index)}, "dialogue_history": history,
+                           "reward": reward} for index, reward in enumerate(rewards)]
     browser.open(write_report(tmp_path, **policies).as_uri())
-    chart = "#results figure:last-of-type"
-    assert browser.text(f"{chart} figcaption") == "Success % by number of candidates"
-    assert browser.each(f"{chart} tbody tr", "e.cells[0].textContent.trim()") == ["critic"] * 3
-    (curve,) = browser.each(f"{chart} .line", "[...e.points].map(p => [p.x, p.y])")
-    assert len(curve) == browser.count(f"{chart} .spread") == 3
-    (first, low), (second, high), (third, also_high) = curve
-    assert second - first == pytest.approx(third - second) and second > first  # 1, 2, 4
-    assert low > high == also_high  # from the top of the drawing: best of 1 solved nothing
-    labels = f"{chart} text[text-anchor=middle]"
-    places = dict(browser.each(labels, "[e.textContent, e.x.baseVal[0].value]"))
-    assert [places["1"], places["2"], places["4"]] == pytest.approx([first, second, third])
+    assert browser.text("#sentences p").startswith("The winner is not settled: good reaches 800.0")
+    titles = browser.each("#results figcaption", "e.innerText")
+    assert titles == ["Reward × 100, with 95 % intervals", "Ended within so many turns"]
+    left, right = browser.each("#results figure:first-of-type rect",
+                               "[e.x.baseVal.value, e.x.baseVal.value + e.width.baseVal.value]")
+    assert left[0] < left[1] == right[0] < right[1]  # from zero, to either side
+    assert "answer" not in browser.run("document.getElementById('dialogues').innerText").lower()
+    speakers = browser.each(".turn .speaker span", "e.innerText")
+    assert speakers == ["system", "Human", "tool", "Agent", "Agent"]
     assert browser.complaints() == []
-
-
-def test_best_of_n_has_a_curve_for_each_agent_of_one_critic(browser, tmp_path):
-    policies = {f"{agent}-{n}": [episode(0, 0, best_of_n=n, scorer="critic", agent=agent)]
-                for agent in ("base", "sweet") for n in (1, 4)}
-    browser.open(write_report(tmp_path, **policies).as_uri())
-    chart = "#results figure:last-of-type"
-    names = browser.each(f"{chart} tbody tr", "e.cells[0].textContent.trim()")
-    assert sorted(names) == ["base, critic"] * 2 + ["sweet, critic"] * 2
-    assert browser.each(f"{chart} > svg .line", "[...e.points].length") == [2, 2]
 
 
 def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_path):
@@ -649,29 +661,6 @@ def test_a_dialogue_is_headed_by_its_request_and_the_list_is_as_tall_as_it_is_lo
     assert browser.run("getComputedStyle(document.getElementById('list')).visibility") == "hidden"
 
 
-def test_code_keeps_the_indent_of_its_first_line(browser, tmp_path):
-    code = "    def f(x):\n        return x"
-    row = episode(0, 0, answer=code.strip())
-    for place, text in ((1, code), (3, "I WANT TO ANSWER:\n" + code)):
-        row["dialogue_history"][place] |= {"content": text.strip(), "output": text + "\n"}
-    browser.open(write_report(tmp_path, ours=[row]).as_uri())
-    turns = browser.each(".assistant .text", "e.textContent")
-    assert turns == [code, "I WANT TO ANSWER:\n" + code]
-    assert code in browser.each("#episode pre", "e.textContent")
-    assert browser.count(".assistant details") == 0  # no other output to fold out
-
-
-@pytest.mark.parametrize("text, output, shown", [
-    ("f()", "  f()", "f()"),  # one line has no lines to be in line with
-    ("a\nb", "I say a\nb", "a\nb"),
-    ("a\nb", "\n\n  a\nb", "  a\nb"),
-    ("a\nb", "another text", "a\nb"),
-    (None, "x", None),
-])
-def test_an_indent_is_restored_only_where_a_line_began_with_it(text, output, shown):
-    assert page.with_indent(text, output) == shown
-
-
 def test_no_match_leaves_nothing_stale(browser, report):
     browser.open(report.as_uri())
     assert "task0" in browser.text("#episode")
@@ -757,8 +746,8 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     rows[0]["screenshot"] = 'x" onerror="window.hacked = 5'
     rows[1] |= {"error": HOSTILE, "reward": None, "success": None}
     rows[1]["task"]["task_id"] = "__proto__"
-    name = "<img src=x onerror=alert(1)>"
-    flags = ["--metrics", str(write_sweet(tmp_path / name, text=HOSTILE))]
+    name = "<script>window.hacked(6)<b>"
+    flags = ["--metrics", f"{name}={write_sweet(tmp_path / name, text=HOSTILE)}"]
     report = write_report(tmp_path / "<b onclick=alert(1)>", *flags, **{name: rows})
     browser.open(report.as_uri())
     rows = "document.querySelectorAll('.row')"
@@ -879,7 +868,7 @@ def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, ca
     metrics, report = write_sweet(tmp_path / "sweet"), tmp_path / "watched" / "report.html"
     with open(metrics, "a") as file:
         file.write('{"step": 40, "train/lo')  # the run still writes
-    evaluate.main(evaluate.parse_args(["--metrics", str(metrics), "--report", str(report)]))
+    make_report("--metrics", f"sweet={metrics}", "--output", report)
     told = ("sweet: step 39, loss 1.04 nats, training pairs ranked right 90 %,"
             " margin of chosen over rejected 0.963 nats.")
     assert told in capsys.readouterr().out
@@ -899,3 +888,93 @@ def test_page_is_one_file_with_a_policy_that_allows_nothing_else(report):
 def test_page_without_data_opens_and_says_so(browser):
     browser.open(page.PAGE.as_uri())
     assert "JavaScript" in browser.text("#subtitle") and browser.complaints() == []
+
+
+# -----------------------------------------------------------------------------
+# Training runs
+
+
+def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
+    lines = []
+    for step in range(5000):
+        loss = float("nan") if step == 5 else 1.0
+        lines.append({"step": step, "train/loss": loss, "time/step": 1, "train/other": 1})
+    run = read_training("run", write_lines(tmp_path / "metrics.jsonl", lines))
+    (chart,) = charts.training_charts(run)
+    ((name, points),) = [(line["name"], line["points"]) for line in chart["lines"]]
+    assert chart["title"] == "Loss" and name == "run" and len(points) <= 200
+    assert {value for _, value in points} == {1.0}
+    assert [points[0][0], points[-1][0]] == [0, 4999]
+
+
+def test_a_partial_last_batch_weighs_as_little_as_it_is():
+    steps = [(step, 0.5, 4000) for step in range(50)] + [(50, 9.0, 40)]
+    points, window = charts.smoothed(steps)
+    assert window == 3 and points[-1][1] == pytest.approx((0.5 * 4000 + 9 * 40) / 4040)
+
+
+def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
+    path = write_lines(tmp_path / "episodes.jsonl", [episode(0, 0)])
+    with pytest.raises(SystemExit, match=f"{path}: found a line without a step, expected"):
+        read_training("run", path)
+
+
+def test_a_run_whose_candidates_are_gone_has_no_examples_but_all_else(tmp_path):
+    run = read_training("sweet", write_sweet(tmp_path / "sweet"))
+    assert len(page.example_pairs(run)) == 3
+    (tmp_path / "sweet/ranked.jsonl").unlink()
+    assert page.example_pairs(run) == [] and len(charts.training_charts(run)) == 4
+    assert page.example_pairs(Training("ranker", "train_critic.py", {"candidates": "c"}, [])) == []
+
+
+def test_a_directory_that_is_no_critic_is_refused_before_a_model_loads(tmp_path):
+    with pytest.raises(SystemExit, match="expected"):
+        open_critic(tmp_path)
+
+
+@pytest.mark.parametrize("words, found", [
+    ("--output r.html", "found neither episodes nor --metrics"),
+    ("a=e.jsonl --output r.json", "found --output r.json, expected FILE.html"),
+    ("--metrics m=m.jsonl --critic c --output r.html", "found --critic c, which is ignored"),
+    ("a=e.jsonl --draws 9 --output r.html", "found --draws 9"),
+    ("pairs r.jsonl --pairs_per_state 0 --output p", "found --pairs_per_state 0"),
+])
+def test_a_command_that_cannot_be_meant_is_refused(words, found):
+    with pytest.raises(SystemExit, match=found):
+        command.parse_args(words.split())
+
+
+# -----------------------------------------------------------------------------
+# Pairs for other trainers
+
+
+def test_pairs_are_those_that_the_trainer_draws_in_the_form_of_trl(tmp_path, capsys):
+    cut = ranked_state(3, finished=[False, True, True, True])
+    failed = ranked_state(4, error="gone") | {"candidates": None, "finished": None}
+    long = ranked_state(5, advantages=None)
+    ranked = write_lines(tmp_path / "ranked.jsonl",
+                         [*(ranked_state(i) for i in range(3)), cut, failed, long])
+    output = tmp_path / "pairs.jsonl"
+    make_report("pairs", ranked, "--output", output, "--pairs_per_state", 3, "--seed", 7)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    expected = []
+    for state in read_candidates(ranked, ranked=True)[0]:
+        expected += [(state["task"]["task_id"], *pair)
+                     for pair in pairs_of_state(state, "halves", 3, 7)]
+    assert len(rows) == len(expected) == 12
+    for row, (task_id, chosen, rejected) in zip(rows, expected, strict=True):
+        assert row["prompt"] == ranked_state(0)["messages"]
+        assert row["chosen"] == [{"role": "assistant", "content": f"Which unit? {chosen}"}]
+        assert row["rejected"] == [{"role": "assistant", "content": f"Which unit? {rejected}"}]
+        assert row["finished"] == [task_id != "task3" or chosen != 0, True]
+    count = sum(not row["finished"][0] for row in rows)
+    assert capsys.readouterr().out.startswith(
+        f"{output}: 12 pairs of 4 states (2 more have no advantages); {count} with a candidate that"
+        " was cut at the token limit")
+
+
+def test_candidates_that_give_no_pair_leave_no_file(tmp_path):
+    ranked = write_lines(tmp_path / "ranked.jsonl", [ranked_state(0, advantages=[0.5] * 4)])
+    with pytest.raises(SystemExit, match="found no pair with --pairing halves, expected"):
+        make_report("pairs", ranked, "--output", tmp_path / "pairs.jsonl")
+    assert not (tmp_path / "pairs.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Rollouts that never wait: each dialogue goes on as soon as what it waits for is there.
+"""Rollouts: each dialogue goes on as soon as what it waits for is there.
 
 Run: pytest tests/test_rollout.py
 """
@@ -6,170 +6,64 @@ Run: pytest tests/test_rollout.py
 import functools
 import hashlib
 import json
+import re
 import threading
 import time
-from concurrent.futures import Future
 
 import pytest
+from conftest import episode
+from parties import (
+    INDEX, RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, index_of, played,
+    within)
 from slow_server import slow_server
 
 import collect
-import evaluate
 import speakers
-import train_policy
-from colbench import (
-    Referee, RefereeSettings, ResumableJsonl, custom_prompt, prompt_of_episode, read_tasks,
-    states_of)
-from collect import Parties, Rules, interleave, play
-from judge.sandbox import ANSWER_MARKER, Grade
-from speakers.interface import Speaker, SpeakerError, SpeakerSettings, Utterance
+from colbench import DOMAINS, custom_prompt, load_episodes, prompt_of_episode, read_candidates
+from judge.sandbox import ANSWER_MARKER
+from runtime.files import ResumableJsonl
+from runtime.processes import Process
+from speakers.interface import Request
+from speakers.pool import run
 from speakers.server import ServerSpeaker
-from stages.processes import Process
 
 ALONE = Process(0, 1, "cpu")
-RULES = Rules(agent_prompt="Ask.", human_prompt="Reply.", max_turns=10, reply_chars=400, seed=0)
 
 # -----------------------------------------------------------------------------
-# Parties under the test's control. Nothing here sleeps
+# A dialogue
 
 
-def within(call, seconds=30):
-    """What `call` returns; a failure if it waits for ever, as a lockstep would."""
-    outcome = Future()
-
-    def run():
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome.result(seconds)
+def test_a_dialogue_is_a_plain_call_that_needs_no_threads():
+    agent, human = Served(asker(lambda key: 3)), Served(human_line)
+    found = collect.play(TASKS[0], 2, agent, human, HeldJudge(), RULES)
+    assert [message["content"] for message in found["dialogue_history"]] == [
+        TASKS[0]["problem_description"], "What about 0?", "Detail 2.", "What about 1?",
+        "Detail 4.", f"{ANSWER_MARKER} x = 2"]
+    assert (found["sample"], found["turns"], found["reward"], found["error"]) == (2, 3, 1.0, None)
 
 
-def asker(turns):
-    """An agent's lines: it asks until its last turn, turns(key), and then answers."""
-    def line(request):
-        turn = sum(message["role"] == "assistant" for message in request.messages)
-        if turn == turns(request.key) - 1:
-            return f"{ANSWER_MARKER} x = {turn}"
-        return f"What about {turn}?"
-
-    return line
-
-
-def human_line(request):
-    return f"Detail {len(request.messages)}."
-
-
-def utterances(line, request):
-    return [Utterance(f"{line(request)}{'+' * index}", True) for index in range(request.n)]
+@pytest.mark.parametrize("thoughts, error", [
+    ("<think>\nThe hidden {0}\n</think>\n\n", None), ("The hidden {0}</think>", None),
+    ("<think>The hidden {0}", "human: found thoughts that never end, expected"),
+])
+def test_the_agent_never_reads_the_humans_thoughts(thoughts, error):
+    agent = Served(asker(lambda key: 2))
+    human = Served(lambda request: thoughts.format("solution") + "Two digits.")
+    found = collect.play(TASKS[0], 0, agent, human, HeldJudge(), RULES)
+    assert "hidden" not in str([request.messages[1:] for request in agent.asked])
+    if error:
+        assert found["error"].startswith(error)
+    else:
+        assert found["dialogue_history"][2]["content"] == "Two digits."
 
 
-class Served(Speaker):
-    """A speaker whose replies come when the test says so."""
-
-    def __init__(self, line, held=lambda request: False):
-        """Requests that are `held` wait for `release`; all others are answered at once."""
-        self.line, self.held = line, held
-        self.asked = []  # requests
-        self.waiting = []  # (request, Future)
-
-    def reply(self, request):
-        return (yield self.submit(request))
-
-    def submit(self, request):
-        self.asked.append(request)
-        reply = Future()
-        self.waiting.append((request, reply))
-        if not self.held(request):
-            self.release()
-        return reply
-
-    def release(self, chosen=None):
-        """Answer all requests, or those that `chosen` takes: all that are not held if None."""
-        for request, reply in list(self.waiting):
-            if chosen(request) if chosen else not self.held(request):
-                self.waiting.remove((request, reply))
-                reply.set_result(self.reply_to(request))
-
-    def open(self):
-        """Answer all requests, and hold none any more."""
-        self.held = lambda request: False
-        self.release()
-
-    def reply_to(self, request):
-        return utterances(self.line, request)
-
-
-class Local(Speaker):
-    """A speaker that computes in this process; it writes down its batches."""
-
-    def __init__(self, line, name="", batches=None, note=lambda: None):
-        self.line, self.name, self.note = line, name, note
-        self.batches = [] if batches is None else batches  # (name, size, what `note` found)
-
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        self.batches.append((self.name, len(conversations), self.note()))
-        requests = [speakers.interface.Request(messages, n, seed, task, key)
-                    for messages, seed, task, key
-                    in zip(conversations, seeds, tasks, keys, strict=True)]
-        return [utterances(self.line, request) for request in requests]
-
-
-class HeldReferee(Referee):
-    """Its grades and views wait where `held` says so; all others are there at once."""
-
-    def __init__(self, held=lambda what, task: False):
-        self.held = held
-        self.waiting = []  # (Future, its result)
-
-    def answer(self, what, task, result):
-        future = Future()
-        if self.held(what, task):
-            self.waiting.append((future, result))
-        else:
-            future.set_result(result)
-        return future
-
-    def grade(self, task, answer):
-        return self.answer("grade", task, Grade(1.0, True, {}))
-
-    def human_view(self, task, history, prompt):
-        view = super().human_view(task, history, prompt).result()
-        return self.answer("view", task, view)
-
-    def open(self):
-        """Answer all, and hold none any more."""
-        self.held = lambda what, task: False
-        for future, result in self.waiting:
-            future.set_result(result)
-
-
-TASKS = read_tasks("toy:backend:train", 40)
-INDEX = {task["task_id"]: index for index, task in enumerate(TASKS)}
-
-
-def index_of(request):
-    return INDEX[request.key[0]]
-
-
-def played(parties, count, in_flight, on_wait=lambda futures: None, last=lambda: None):
-    """(the indices of the tasks in the order in which their dialogues end, the episodes).
-
-    `last` is called once all dialogues but one have ended.
-    """
-    episodes = []
-
-    def run():
-        dialogues = (play(task, 0, parties, lambda: None) for task in TASKS[:count])
-        for episode in interleave(dialogues, in_flight, on_wait):
-            episodes.append(episode)
-            if len(episodes) == count - 1:
-                last()
-
-    within(run)
-    return [INDEX[episode["task"]["task_id"]] for episode in episodes], episodes
+def test_the_agent_reads_how_many_turns_it_has_and_its_checkpoint_keeps_the_placeholder():
+    rules = RULES._replace(agent_prompt="Send {max_turns}.", max_turns=3)
+    agent, human = Served(asker(lambda key: 2)), Served(human_line)
+    found = collect.play(TASKS[0], 0, agent, human, HeldJudge(), rules)
+    assert {request.messages[0]["content"] for request in agent.asked} == {"Send 3."}
+    assert prompt_of_episode(found) == "Send 3."
+    assert custom_prompt([found]) == "Send {max_turns}."
 
 
 # -----------------------------------------------------------------------------
@@ -182,57 +76,33 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
                   held=lambda request: index_of(request) == 0)
     quick = Served(human_line if party == "agent" else asker(lambda key: 3))
     agent, human = (slow, quick) if party == "agent" else (quick, slow)
-    order, episodes = played(Parties(agent, human, HeldReferee(), RULES), 10, 3, last=slow.open)
+    order, episodes = played(agent, human, HeldJudge(), 10, 3, last=slow.open)
     assert order[-1] == 0 and sorted(order) == list(range(10))
-    assert all(episode["turns"] == 3 and not episode["error"] for episode in episodes)
-
-
-@pytest.mark.parametrize("thoughts, error", [
-    ("<think>\nThe hidden {0}\n</think>\n\n", None), ("The hidden {0}</think>", None),
-    ("<think>The hidden {0}", "human: found thoughts that never end, expected"),
-])
-def test_the_agent_never_reads_the_humans_thoughts(thoughts, error):
-    agent = Served(asker(lambda key: 2))
-    human = Served(lambda request: thoughts.format("solution") + "Two digits.")
-    _, (episode,) = played(Parties(agent, human, HeldReferee(), RULES), 1, 1)
-    assert "hidden" not in str([request.messages[1:] for request in agent.asked])
-    if error:
-        assert episode["error"].startswith(error)
-    else:
-        assert episode["dialogue_history"][2]["content"] == "Two digits."
-
-
-def test_the_agent_reads_how_many_turns_it_has_and_its_checkpoint_keeps_the_placeholder():
-    rules = RULES._replace(agent_prompt="Send {max_turns}.", max_turns=3)
-    agent, human = Served(asker(lambda key: 2)), Served(human_line)
-    _, (episode,) = played(Parties(agent, human, HeldReferee(), rules), 1, 1)
-    assert {request.messages[0]["content"] for request in agent.asked} == {"Send 3."}
-    assert prompt_of_episode(episode) == "Send 3."
-    assert custom_prompt([episode]) == "Send {max_turns}."
+    assert all(found["turns"] == 3 and not found["error"] for found in episodes)
 
 
 def test_as_many_dialogues_are_in_flight_as_the_batch_size_says():
-    agent = Served(asker(lambda key: 1), held=lambda request: True)
-    seen = []  # (dialogues that have started, futures under way)
-
-    def release_one(futures):
-        seen.append((len(agent.asked), futures))
-        if agent.waiting:
-            first = agent.waiting[0][0]
-            agent.release(lambda request: request is first)
-
-    played(Parties(agent, Served(human_line), HeldReferee(), RULES), 20, 6, release_one)
-    assert max(futures for _, futures in seen) == 6
-    assert all(futures == 6 for started, futures in seen if started < 20)
+    together = threading.Barrier(6)  # lets six through once six wait
+    agent = Served(asker(lambda key: 1), held=lambda request: together.wait(10) < 0)
+    played(agent, Served(human_line), HeldJudge(), 24, 6)
+    assert agent.most == 6
 
 
 @pytest.mark.parametrize("what", ["grade", "view"])
 @pytest.mark.parametrize("kind_of_party", [Served, Local])
-def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(what, kind_of_party):
-    referee = HeldReferee(lambda kind, task: kind == what and INDEX[task["task_id"]] == 0)
-    agent, human = asker(lambda key: 3), human_line
-    parties = Parties(kind_of_party(agent), kind_of_party(human), referee, RULES)
-    order, _ = played(parties, 10, 3, last=referee.open)
+def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(
+        monkeypatch, what, kind_of_party):
+    judge = HeldJudge(lambda kind, task: kind == what and INDEX[task["task_id"]] == 0)
+    view = DOMAINS["backend"].human_view
+
+    def drawn_view(task, history, prompt, judge):
+        judge.wait("view", task)
+        return view(task, history, prompt, judge)
+
+    domain = DOMAINS["backend"]._replace(pages=True, human_view=drawn_view)
+    monkeypatch.setitem(DOMAINS, "backend", domain)
+    agent, human = kind_of_party(asker(lambda key: 3)), kind_of_party(human_line)
+    order, _ = played(agent, human, judge, 10, 3, last=judge.open)
     assert order[-1] == 0 and sorted(order) == list(range(10))
 
 
@@ -240,51 +110,36 @@ def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(what, kind_of
 # Local speakers
 
 
-def test_a_local_agent_takes_all_that_wait_as_one_batch_while_replies_are_under_way():
-    human = Served(human_line, held=lambda request: True)
+def test_a_local_agent_goes_on_with_those_whose_replies_have_come():
+    human = Served(human_line, held=lambda request: index_of(request) < 5)
     agent = Local(asker(lambda key: 2), note=lambda: len(human.waiting))
-
-    def release_three(futures):
-        first = [request for request, _ in human.waiting[:3]]
-        human.release(lambda request: any(request is chosen for chosen in first))
-
-    order, _ = played(Parties(agent, human, HeldReferee(), RULES), 8, 8, release_three)
-    # all eight start; three replies come, and these three go on while five are under way
-    assert agent.batches == [("", 8, 0), ("", 3, 5), ("", 3, 2), ("", 2, 0)]
-    assert sorted(order) == list(range(8))
+    order, _ = played(agent, human, HeldJudge(), 8, 8, ended=(3, human.open))
+    assert agent.batches[0] == ("", 8, 0)
+    # the three go on, in one batch or in several, while five replies are under way
+    while_others_wait = [size for _, size, waiting in agent.batches[1:] if waiting == 5]
+    assert sum(while_others_wait) == 3
+    assert sum(size for _, size, _ in agent.batches) == 16
+    assert sorted(order[:3]) == [5, 6, 7]
 
 
 def test_two_local_speakers_alternate_with_full_batches():
     batches = []
-    parties = Parties(Local(asker(lambda key: 4), "agent", batches),
-                      Local(human_line, "human", batches), HeldReferee(), RULES)
-    played(parties, 16, 8)
-    round_of_four = [("agent", 8, None), ("human", 8, None)] * 3 + [("agent", 8, None)]
-    assert batches == round_of_four * 2
+    played(Local(asker(lambda key: 4), "agent", batches), Local(human_line, "human", batches),
+           HeldJudge(), 16, 8)
+    assert sum(size for name, size, _ in batches if name == "agent") == 64
+    assert len(batches) <= 2 * 7 + 2  # one more where the last of a batch was graded late
 
 
 def test_two_local_speakers_alternate_when_dialogues_end_at_different_times():
     batches = []
     agent = Local(asker(lambda key: 1 + INDEX[key[0]] % 5), "agent", batches)
-    played(Parties(agent, Local(human_line, "human", batches), HeldReferee(), RULES), 40, 8)
+    played(agent, Local(human_line, "human", batches), HeldJudge(), 40, 8)
     names = [name for name, _, _ in batches]
     alternations = sum(one != other for one, other in zip(names, names[1:], strict=False))
     assert alternations > 0.8 * len(names)
     turns = sum(1 + index % 5 for index in range(40))
     lockstep_calls = turns / 8  # of the agent, with every batch full to the end
     assert names.count("agent") < 1.6 * lockstep_calls
-
-
-def test_the_local_speaker_that_most_wait_for_comes_first():
-    batches = []
-    first, second = Local(human_line, "first", batches), Local(human_line, "second", batches)
-
-    def ask(speaker):
-        request = speakers.interface.Request([{"role": "user", "content": "x"}])
-        return (yield from speaker.reply(request))
-
-    list(interleave([ask(first), ask(second), ask(second), ask(first), ask(second)], 5))
-    assert [(name, size) for name, size, _ in batches] == [("second", 3), ("first", 2)]
 
 
 # -----------------------------------------------------------------------------
@@ -327,31 +182,14 @@ def test_a_local_agent_and_a_served_human_give_the_same_bytes_at_any_batch_size(
 # Failures
 
 
-class Failing(Served):
-    """It cannot answer some requests, and dies after `lives` requests."""
-
-    def __init__(self, line, fails=lambda request: False, lives=None):
-        super().__init__(line)
-        self.fails, self.lives = fails, lives
-
-    def reply_to(self, request):
-        if self.lives is not None and len(self.asked) > self.lives:
-            self.given_up = "it is down"
-            return SpeakerError("it is down")
-        if self.fails(request):
-            return SpeakerError("too long", refused=True)
-        return super().reply_to(request)
-
-
 def collect_with(monkeypatch, output, agent, human, count=20, in_flight=4):
     """collect_episodes for `count` tasks, with these parties and the real judge."""
     parties = {"agent": agent, "human": human}
     monkeypatch.setattr(collect, "load_speaker", lambda spec, role, *_: parties[role])
-    settings = collect.RolloutSettings(
-        "a", SpeakerSettings(batch_size=in_flight), "h", SpeakerSettings(), RULES,
-        RefereeSettings(workers=1), {"agent": "a", "human": "h"})
-    jobs = collect.all_jobs(TASKS[:count], 1)
-    return within(lambda: collect.collect_episodes(jobs, settings, output, ALONE), 60)
+    args = collect.parse_args([
+        "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
+        "--agent", "scripted", "--batch_size", str(in_flight), "--output", str(output)])
+    return within(lambda: collect.collect_episodes(args, ALONE), 60)
 
 
 def rows_under(folder):
@@ -374,9 +212,30 @@ def test_one_failed_request_is_one_failed_episode(tmp_path, monkeypatch, party):
     parties = {name: Failing(line, fails if name == party else lambda request: False)
                for name, line in lines.items()}
     episodes = collect_with(monkeypatch, tmp_path / "episodes.jsonl", **parties)
-    errors = [episode["error"] for episode in episodes]
+    errors = [found["error"] for found in episodes]
     assert errors[5] == f"{party}: too long" and errors.count(None) == 19
     assert episodes[5]["reward"] is None and episodes[5]["turns"] >= 1
+
+
+def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(collect, "FIRST_BUG", threading.Lock())
+
+    def buggy_line(request):
+        return {}[request.task["task_id"]] if index_of(request) % 5 == 0 else "Detail."
+
+    agent = Served(asker(lambda key: 3))
+    episodes = collect_with(monkeypatch, tmp_path / "e.jsonl", agent, Served(buggy_line))
+    failed = [found for found in episodes if found["error"]]
+    assert [INDEX[found["task"]["task_id"]] for found in failed] == [0, 5, 10, 15]
+    assert all(found["error"].startswith("KeyError: ") for found in failed)
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback") == 1 and "in buggy_line" in printed
+
+    agent = Served(asker(lambda key: 3))  # mended: only these are played again
+    episodes = collect_with(monkeypatch, tmp_path / "e.jsonl", agent, Served(human_line))
+    assert not any(found["error"] for found in episodes)
+    assert {index_of(request) for request in agent.asked} == {0, 5, 10, 15}
 
 
 def test_a_dead_server_ends_the_run_with_what_was_in_flight_on_disk_and_a_rerun_resumes(
@@ -400,85 +259,82 @@ def test_a_dead_server_ends_the_run_with_what_was_in_flight_on_disk_and_a_rerun_
     assert {index_of(request) for request in alive.asked} == set(range(20)) - finished
 
 
-# -----------------------------------------------------------------------------
-# Best of N
+def test_what_a_run_that_fails_was_waiting_for_makes_no_row(tmp_path, monkeypatch):
+    human = Served(human_line, held=lambda request: index_of(request) != 0)
 
-
-def pick_plus_signs(count):
-    """A grader's line: it names the candidate that ends in `count` plus signs."""
     def line(request):
-        lines = request.messages[0]["content"].splitlines()
-        named = [text for text in lines if text.endswith("?" + "+" * count)]
-        return named[-1][:3] if named else "none of them"
+        if index_of(request) == 0 and len(human.waiting) == 3:
+            raise SystemExit("no such script")
+        return asker(lambda key: 40)(request)
 
-    return line
-
-
-def best_of(monkeypatch, agent, grader, count):
-    monkeypatch.setattr(evaluate, "load_speaker", lambda *_: grader)
-    return evaluate.BestOfN(agent, evaluate.GraderModel("spec", SpeakerSettings()), count)
-
-
-def test_best_of_n_with_a_served_agent_and_grader_waits_for_no_other_dialogue(monkeypatch):
-    task_0 = TASKS[0]["problem_description"]
-    grader = Served(pick_plus_signs(2), held=lambda request: task_0 in str(request.messages))
-    agent = Served(asker(lambda key: 3))
-    parties = Parties(best_of(monkeypatch, agent, grader, 4), Served(human_line), HeldReferee(),
-                      RULES)
-    order, episodes = played(parties, 10, 3, last=grader.open)
-    assert order[-1] == 0 and sorted(order) == list(range(10))
-    assert all(request.n == 4 for request in agent.asked)
-    for episode in episodes:
-        said = [message["output"] for message in episode["dialogue_history"]
-                if message["role"] == "assistant"]
-        assert said[:2] == ["What about 0?++", "What about 1?++"]
-        assert said[2] == f"{ANSWER_MARKER} x = 2"  # the grader names none: the first
-
-
-def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not_choose(
-        tmp_path, monkeypatch):
-    grader = Failing(pick_plus_signs(1), lives=5)
-    agent = best_of(monkeypatch, Served(asker(lambda key: 3)), grader, 2)
-    assert agent.given_up is None
-    output = tmp_path / "episodes.jsonl"
-    with pytest.raises(SystemExit, match="it is down.*rerun the same command to resume"):
-        collect_with(monkeypatch, output, agent, Served(human_line))
-    rows = rows_under(tmp_path).values()
-    assert len(rows) == 4  # what was in flight
-    assert all(row["error"] == "agent: grader: it is down" for row in rows)  # a rerun plays them
-    outputs = [turn["output"] for row in rows for turn in row["dialogue_history"][1::2]]
-    assert len(outputs) == 5 and all(output.endswith("+") for output in outputs)
+    with pytest.raises(SystemExit, match="no such script"):
+        collect_with(monkeypatch, tmp_path / "episodes.jsonl", Served(line), human)
+    human.open()
+    time.sleep(0.1)
+    assert rows_under(tmp_path) == {}
 
 
 # -----------------------------------------------------------------------------
 # Candidates
 
 
-def states(count):
-    return [({"task": task, "sample": 0}, 0, [{"role": "user", "content": task["task_id"]}])
-            for task in TASKS[:count]]
+def sampled(monkeypatch, policy, folder, episodes, *more):
+    """The rows that collect_states makes in these episodes, four candidates in each state."""
+    monkeypatch.setattr(collect, "load_speaker", lambda *_: policy)
+    folder.mkdir(exist_ok=True)
+    given = folder.parent / "given.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in episodes))
+    args = collect.parse_args([
+        "--states", str(given), "--states_fraction", "1", "--num_candidates", "4", "--batch_size",
+        "8", "--agent", "http://s", "--output", str(folder / "candidates.jsonl"), *more])
+    return within(lambda: collect.collect_states(args, ALONE))
 
 
-def sample(monkeypatch, policy, folder, batch_size=8):
-    """sample_candidates of 30 states, 4 candidates each."""
-    monkeypatch.setattr(train_policy, "load_speaker", lambda *_: policy)
-    sampling = train_policy.Sampling("http://s", SpeakerSettings(batch_size=batch_size), 4, seed=0)
-    return within(lambda: train_policy.sample_candidates(states(30), sampling, folder, ALONE))
+def thirty_states():
+    return [episode(f"task{index}", 0.0, texts=(f"request {index}", f"{ANSWER_MARKER} x"))
+            for index in range(30)]
+
+
+def content_of(request):
+    return request.messages[-1]["content"]
+
+
+def test_a_row_of_candidates_holds_all_that_later_stages_need(monkeypatch, tmp_path):
+    rows = sampled(monkeypatch, Served(content_of), tmp_path / "out", thirty_states())
+    assert rows[3] == {
+        "task": thirty_states()[3]["task"], "sample": 0, "turn": 0,
+        "messages": [{"role": "user", "content": "request 3"}], "agent_prompt": "",
+        "candidates": ["request 3" + "+" * index for index in range(4)], "finished": [True] * 4,
+        "error": None}
+    states, omitted = read_candidates(tmp_path / "out/candidates.jsonl")
+    assert states == rows and omitted == 0
 
 
 def test_no_candidate_is_drawn_with_the_numbers_of_a_message_of_its_episode(
         monkeypatch, tmp_path):
     agent, human = Served(asker(lambda key: 9)), Served(human_line)
-    _, episodes = played(Parties(agent, human, HeldReferee(), RULES), 5, 1)
+    _, episodes = played(agent, human, HeldJudge(), 5, 1)
     policy = Served(asker(lambda key: 9))
-    monkeypatch.setattr(train_policy, "load_speaker", lambda *_: policy)
-    sampling = train_policy.Sampling("http://s", SpeakerSettings(), 4, seed=RULES.seed)
-    of_episodes = list(states_of(episodes))
-    within(lambda: train_policy.sample_candidates(of_episodes, sampling, tmp_path, ALONE))
+    sampled(monkeypatch, policy, tmp_path / "out", episodes)
     assert len(policy.asked) == 5 * 9
     drawn = {request.seed for request in policy.asked}
     assert len(drawn) == 5 * 9
     assert not drawn & {request.seed for request in agent.asked + human.asked}
+
+
+def test_states_are_those_of_a_share_of_the_tasks_and_of_each_so_many(monkeypatch, tmp_path):
+    agent = Served(asker(lambda key: 1 + INDEX[key[0]]))
+    _, episodes = played(agent, Served(human_line), HeldJudge(), 10, 4)
+    few = sampled(monkeypatch, Served(content_of), tmp_path / "few", episodes,
+                  "--states_fraction", "0.5", "--states_per_task", "3")
+    all_states = collect.choose_states(load_episodes([tmp_path / "given.jsonl"])[0], 1, None, 0)
+    assert len(all_states) == sum(range(1, 11))
+    counts = {}
+    for row in few:
+        index = INDEX[row["task"]["task_id"]]
+        counts[index] = counts.get(index, 0) + 1
+    assert len(counts) == 5
+    assert all(count == min(3, 1 + index) for index, count in counts.items())
 
 
 class UntilTheLast(Served):
@@ -488,38 +344,61 @@ class UntilTheLast(Served):
         super().__init__(line, held=lambda request: request is self.asked[0])
         self.count = count
 
-    def submit(self, request):
-        reply = super().submit(request)
+    def reply_to(self, request):
         if len(self.asked) == self.count:
             self.open()
-        return reply
-
-
-def content_of(request):
-    return request.messages[0]["content"]
+        return super().reply_to(request)
 
 
 def test_candidates_of_a_server_are_sampled_without_waiting_for_the_slowest(tmp_path, monkeypatch):
-    expected = sample(monkeypatch, Served(content_of), tmp_path / "quick")
-    rows = sample(monkeypatch, UntilTheLast(content_of, 30), tmp_path / "slow")
-    assert rows == expected
-    assert [row["task_id"] for row in rows] == [task["task_id"] for task in TASKS[:30]]
-    assert rows[3]["candidates"] == [TASKS[3]["task_id"] + "+" * index for index in range(4)]
-    files = [(tmp_path / name / "candidates.sampled.jsonl").read_bytes()
-             for name in ("quick", "slow")]
+    expected = sampled(monkeypatch, Served(content_of), tmp_path / "quick", thirty_states())
+    slow = UntilTheLast(content_of, 30)
+    assert sampled(monkeypatch, slow, tmp_path / "slow", thirty_states()) == expected
+    files = [(tmp_path / name / "candidates.jsonl").read_bytes() for name in ("quick", "slow")]
     assert files[0] == files[1]
 
 
-def test_sampling_stops_at_a_failure_with_what_was_in_flight_on_disk_and_a_rerun_resumes(
+def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(
         tmp_path, monkeypatch):
-    expected = sample(monkeypatch, Served(content_of), tmp_path / "whole")
+    expected = sampled(monkeypatch, Served(content_of), tmp_path / "whole", thirty_states())
+    refusing = Failing(content_of, fails=lambda request: content_of(request) == "request 5")
+    rows = sampled(monkeypatch, refusing, tmp_path / "failed", thirty_states())
+    assert rows[5]["error"] == "too long" and "candidates" not in rows[5]
+    assert rows[:5] + rows[6:] == expected[:5] + expected[6:]
+    states, omitted = read_candidates(tmp_path / "failed/candidates.jsonl")
+    assert len(states) == 29 and omitted == 1
+    alive = Served(content_of)
+    assert sampled(monkeypatch, alive, tmp_path / "failed", thirty_states()) == expected
+    assert len(alive.asked) == 1
+
+
+def test_sampling_stops_when_the_server_is_given_up_and_a_rerun_resumes(tmp_path, monkeypatch):
+    expected = sampled(monkeypatch, Served(content_of), tmp_path / "whole", thirty_states())
     dying = Failing(content_of, lives=10)
     with pytest.raises(SystemExit, match="it is down.*rerun the same command to resume"):
-        sample(monkeypatch, dying, tmp_path / "died")
+        sampled(monkeypatch, dying, tmp_path / "died", thirty_states())
     assert 10 < len(dying.asked) < 30
     alive = Served(content_of)
-    assert sample(monkeypatch, alive, tmp_path / "died") == expected
+    assert sampled(monkeypatch, alive, tmp_path / "died", thirty_states()) == expected
     assert len(alive.asked) == 20
+
+
+def test_candidates_of_scripts_and_models_do_not_depend_on_the_batch_size(tmp_path, tiny):
+    agent = Served(asker(lambda key: 3))
+    _, episodes = played(agent, Served(human_line), HeldJudge(), 6, 4)
+    given = tmp_path / "given.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in episodes))
+    for spec, more in (("scripted", []), (tiny(), ["--max_new_tokens", "6"])):
+        texts = []
+        for size in ("1", "16", "64"):
+            output = tmp_path / f"{len(spec)}-{size}.jsonl"
+            collect.main(collect.parse_args([
+                "--states", str(given), "--states_fraction", "1", "--num_candidates", "4",
+                "--agent", spec, "--batch_size", size, "--output", str(output), *more]))
+            texts.append(output.read_text())
+        assert texts == [texts[0]] * 3
+        rows = [json.loads(line) for line in texts[0].splitlines()]
+        assert len(rows) == 18 and len({str(row["candidates"]) for row in rows}) > 3
 
 
 # -----------------------------------------------------------------------------
@@ -562,7 +441,7 @@ def test_a_file_exists_only_when_it_is_finished_however_often_its_run_was_killed
         assert store(path).rows == {0: {"key": 0}}
         assert names(tmp_path) == ["rows.jsonl.rank0"]
         with pytest.raises(SystemExit, match="found rows.jsonl.rank0 beside it.*rerun"):
-            store(path).refuse_unfinished(path)
+            ResumableJsonl.refuse_unfinished(path)
     store(path).finish([0])
     assert names(tmp_path) == ["rows.jsonl"]
     store(path).append({"key": 1})  # a rerun that is to make more rows
@@ -578,7 +457,7 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
     rows.append({"key": 0})
     assert [row["key"] for row in rows.finish([0])] == [0]
     assert names(tmp_path) == ["rows.jsonl", "rows.jsonl.rank0.bak", "rows.jsonl.ranked"]
-    rows.refuse_unfinished(path)
+    ResumableJsonl.refuse_unfinished(path)
 
 
 def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
@@ -604,6 +483,80 @@ def test_nothing_is_played_twice_after_a_run_of_another_world_size(tmp_path, mon
     assert {index_of(request) for request in agent.asked} == set(range(15, 20))
     assert sorted(file.name for file in tmp_path.glob("*rank*")) == []
     assert output.read_bytes() == (tmp_path / "whole" / "episodes.jsonl").read_bytes()
+
+
+# -----------------------------------------------------------------------------
+# What cannot be played, or would do nothing, is refused
+
+
+@pytest.mark.parametrize("flags, found", [
+    ("--tasks toy:backend:train --states_per_task 2", "--states_per_task 2, .* without --states"),
+    ("--states e.jsonl --num_tasks 2", "--num_tasks 2, .* without --tasks"),
+    ("--states e.jsonl --human http://h/v1", "--human http://h/v1, .* without --tasks"),
+    ("--states e.jsonl --states_fraction 1.5", "--states_fraction 1.5, expected a number"),
+    ("--states e.jsonl --num_candidates 0", "--num_candidates 0, expected a number"),
+    ("--tasks toy:backend:train --temperature 0.5", "--temperature 0.5, .* by a scripted agent"),
+    ("--tasks toy:backend:train --agent_model m", "--agent_model m, .* not the address of a"),
+    ("--tasks toy:backend:train --human_prompt p", "--human_prompt p, .* by a scripted human"),
+])
+def test_flags_without_effect_are_refused(flags, found):
+    with pytest.raises(SystemExit, match=found):
+        collect.parse_args([*flags.split(), "--agent", "scripted", "--output", "o"])
+
+
+@pytest.mark.parametrize("flags, found", [
+    ("--tasks {tasks} --agent scripted", "found no --human, which these tasks need"),
+    ("--tasks {tasks} --agent ./none --human scripted", "./none: no such directory"),
+    ("--tasks {tasks} --agent scripted --human {prompt}/", "no such directory"),
+    ("--tasks {logged} --agent scripted --human scripted", "tasks of your own logs.*--states"),
+    ("--tasks {tasks} --agent scripted --human http://h/v1 --human_prompt {prompt}",
+     "without {{hidden_information}}, expected it"),
+    ("--tasks {tasks} --agent scripted --human scripted --clip none", "--clip none, which is"),
+    ("--tasks toy:frontend:test --agent scripted --judge official", "--judge official, which is"),
+])
+def test_what_cannot_be_played_is_refused_before_anything_is_opened(
+        monkeypatch, tmp_path, flags, found):
+    monkeypatch.setattr(collect, "load_speaker", None)
+    task = {"problem_description": "Add.", "test_cases": {"a": "f(1)"},
+            "ground_truth": "def f(x): return x"}
+    names = {name: tmp_path / name for name in ("tasks", "logged", "prompt")}
+    names["tasks"].write_text(json.dumps(task))
+    names["logged"].write_text(json.dumps(task | {"domain": "logged"}))
+    names["prompt"].write_text("Reply.")
+    flags = [*flags.format(**names).split(), "--output", str(tmp_path / "o")]
+    args = collect.parse_args(flags)
+    with pytest.raises(SystemExit, match=found.replace("{{", "{").replace("}}", "}")):
+        collect.main(args)
+    assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
+
+
+# -----------------------------------------------------------------------------
+# What is printed
+
+
+def test_the_bar_moves_between_episodes_and_counts_in_the_singular(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    with collect.Progress([], 1, ALONE) as progress:
+        progress.turn()
+        assert progress.bar.postfix == "0 failed, 1 turn"
+        progress.turn()
+        progress.row(episode("t", 1.0))
+    assert progress.bar.postfix == "success 1.000, reward 1.000, 0 failed, 2 turns"
+
+
+def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
+    def ended(*last_messages):
+        rows = []
+        for index, text in enumerate(last_messages):
+            rows.append(episode(f"task{index}", 0.0, texts=("t", text)))
+            rows[-1]["dialogue_history"][1]["finished"] = index > 0
+        return rows
+
+    answer = f"{ANSWER_MARKER} x"
+    hint = collect.marker_hint(ended("what?", "why?", answer))
+    assert "2 of 3 dialogues ended without" in hint and "(1 were cut)" in hint
+    assert collect.marker_hint(ended("what?", answer)) == ""
+    assert collect.marker_hint([episode("t", None, error="gone")]) == ""
 
 
 # -----------------------------------------------------------------------------

@@ -5,15 +5,17 @@ import os
 import pty
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import ROOT, dialogue, episode, run_script
 
 import colbench
 import collect
-import train_critic
 from judge import sandbox
-from stages.processes import Process
+from runtime.processes import Process
+from runtime.progress import Progress
+from runtime.training import Run
 
 ALONE = Process(0, 1, None)
 
@@ -208,65 +210,6 @@ def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# Tasks that nobody can solve
-
-
-def play(tasks, output, *more, **options):
-    return run_script("collect.py", "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
-                      "--samples_per_task", 1, "--output", output, *more, **options)
-
-
-def test_a_rollout_says_how_many_tasks_their_own_solution_cannot_solve(tasks, tmp_path):
-    done = play(tasks, tmp_path / "e.jsonl")
-    assert done.stderr.count("2 of 3 tasks cannot be solved by their own solution") == 1
-    assert f"(--skip_unsolvable omits them): {tasks}, line 2, 3;" in done.stderr
-    assert len(colbench.read_episodes(tmp_path / "e.jsonl")) == 3
-
-
-def test_skip_unsolvable_leaves_them_out_on_all_ranks_and_when_it_resumes(tasks, tmp_path):
-    write(tasks, TASKS + [TASKS[0]])
-    for processes in (2, 1):
-        done = play(tasks, tmp_path / "e.jsonl", "--skip_unsolvable", processes=processes)
-        assert done.stderr.count(f"are omitted: {tasks}, line 2, 3;") == 1
-        episodes = colbench.read_episodes(tmp_path / "e.jsonl")
-        assert [row["task"]["problem_description"] for row in episodes] == ["double n"] * 2
-
-
-def test_skip_unsolvable_keeps_a_task_whose_solution_takes_longer_than_an_answer_may(tmp_path):
-    code = ("import time\ndef f(n):\n    while time.process_time() < n: sum(range(20000))\n"
-            "    return n")
-    slow = {"problem_description": "wait", "ground_truth": code, "test_cases": {"a": "f(2)"}}
-    play(write(tmp_path / "t.jsonl", [slow]), tmp_path / "e.jsonl", "--skip_unsolvable")
-    assert len(colbench.read_episodes(tmp_path / "e.jsonl")) == 1
-
-
-def test_evaluate_says_it_too_and_plays_what_is_left(tasks, tmp_path):
-    done = run_script("evaluate.py", "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
-                      "--skip_unsolvable", "--output", tmp_path)
-    assert "2 of 3 tasks cannot be solved" in done.stderr
-    assert len(colbench.read_episodes(tmp_path / "scripted.jsonl")) == 1
-
-
-def test_a_file_without_a_solvable_task_and_tasks_without_tests_are_refused(tmp_path):
-    page = {"problem_description": "p", "ground_truth": "<html></html>"}
-    for row, found in ((TASKS[1], "found no task that its own solution solves, expected"),
-                       (page, "found --skip_unsolvable, which is ignored for tasks without tests")):
-        path = write(tmp_path / "t.jsonl", [row])
-        args = collect.parse_args(["--tasks", str(path), "--agent", "scripted", "--output",
-                                   str(tmp_path / "o"), "--skip_unsolvable"])
-        with pytest.raises(SystemExit, match=found):
-            collect.rollout_tasks(args, ALONE)
-
-
-def test_toy_tasks_are_solvable_by_construction_and_not_graded(monkeypatch, tmp_path):
-    monkeypatch.delattr("judge.sandbox.Judge.__init__")
-    flags = ["--tasks", "toy:backend:train", "--num_tasks", "3", "--agent", "scripted", "--output",
-             str(tmp_path / "o")]
-    tasks = collect.rollout_tasks(collect.parse_args(flags), ALONE)
-    assert len(tasks) == 3
-
-
-# -----------------------------------------------------------------------------
 # How dialogues end
 
 
@@ -280,20 +223,20 @@ def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
 
     answer = "I WANT TO ANSWER: x"
     hint = collect.marker_hint(ended("what?", "why?", answer))
-    assert "2 of 3) ended without the marker" in hint and "(1 of these messages were cut)" in hint
+    assert "2 of 3 dialogues ended without" in hint and "(1 were cut)" in hint
     assert collect.marker_hint(ended("what?", answer)) == ""
     assert collect.marker_hint([episode("t", None, error="gone")]) == ""
 
 
-def test_the_bar_of_a_rollout_counts_in_the_singular_and_ends_with_nothing_in_flight(monkeypatch):
+def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "0")
-    with collect.Progress(1, [], ALONE) as progress:
+    with Progress([], 2, ALONE) as progress:
         progress.turn()
-        progress.show(1)
-        assert progress.bar.postfix == "reward 0.000, 1 turn, 1 in flight"
+        assert progress.bar.postfix == "0 failed, 1 turn"
         progress.turn()
-        progress.episode(episode("t", 1.0))
-    assert progress.bar.postfix == "success 1.000, reward 1.000, 2 turns"
+        progress.row(episode("t", 1.0))
+        progress.row(episode("u", None, error="gone"))
+    assert progress.bar.postfix == "success 1.000, reward 1.000, 1 failed, 2 turns"
 
 
 # -----------------------------------------------------------------------------
@@ -301,40 +244,25 @@ def test_the_bar_of_a_rollout_counts_in_the_singular_and_ends_with_nothing_in_fl
 
 
 @pytest.mark.parametrize("margins, ending", [
-    ([0.0002, 0.0001], "after 2 steps; margin 0.00015: the model hardly moved; raise --lr"),
-    ([0.0] * 30 + [-3.0] * 20, "after 50 steps; margin -3\n"),
-    ([None], "after 1 steps\n"),
+    ([0.0002, 0.0001], ", after 2 steps; train/margin 0.0001: the model hardly moved; raise --lr"),
+    ([0.0] * 30 + [-3.0] * 20, ", after 50 steps; train/margin -3"),
+    ([None], ", after 1 steps"),
 ])
-def test_training_ends_with_where_the_checkpoint_lies_and_whether_it_moved(
-        tmp_path, capsys, margins, ending):
+def test_training_ends_with_its_last_numbers_and_whether_the_model_moved(
+        tmp_path, margins, ending):
     rows = [{"step": step} | ({} if margin is None else {"train/margin": margin})
             for step, margin in enumerate(margins)]
-    log = train_critic.MetricsLog(write(tmp_path / "metrics.jsonl", rows), len(rows), ALONE)
-    log.print_end(tmp_path)
-    said = capsys.readouterr().out
-    assert said.startswith(f"{tmp_path}: the checkpoint, ") and ending in said
-    train_critic.MetricsLog(tmp_path / "none", 0, Process(1, 2, None)).print_end(tmp_path)
-    assert capsys.readouterr().out == ""
+    run = types.SimpleNamespace(log_file=write(tmp_path / "metrics.jsonl", rows))
+    said = Run._last_metrics(run)
+    assert said.startswith(ending) and ("hardly" in said) == ("hardly" in ending)
 
 
-def test_the_bar_of_a_trainer_shows_loss_accuracy_and_margin(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "0")
-    log = train_critic.MetricsLog(tmp_path / "metrics.jsonl", 0, ALONE)
-    bar = log.progress(0, 1)
-    log.write(0, {"train/loss": 0.69312, "train/accuracy": 1.0, "train/margin": 0.00012,
-                  "optim/lr": 1.0})
-    assert bar.postfix == "loss=0.693, accuracy=1, margin=0.00012"
-
-
-@pytest.mark.parametrize("script, flags", [
-    ("train_critic.py", ()), ("train_policy.py", ("--method", "mtdpo")),
-])
-def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path, script, flags):
+@pytest.mark.parametrize("script", ["train_critic.py", "train_policy.py"])
+def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path, script):
     rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
-    done = run_script(script, *flags, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
+    done = run_script(script, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
                       tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
-    assert "raise --max_length 8: 2 episodes or pairs are longer" in done.stderr
-    assert "collect more" not in done.stderr and "Traceback" not in done.stderr
+    assert "--max_length 8" in done.stderr and "Traceback" not in done.stderr
 
 
 # -----------------------------------------------------------------------------

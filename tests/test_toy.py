@@ -4,48 +4,50 @@ Run: pytest tests/test_toy.py
 """
 
 import itertools
+import json
 import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from conftest import run_script
 
 from colbench import (
-    MAX_TURNS, agent_messages, agent_prompt_of, derive_seed, read_tasks, split_message)
+    MAX_TURNS, agent_messages, agent_prompt_of, load_episodes, read_candidates, split_message)
 from judge.sandbox import ANSWER_MARKER, grade_all
+from runtime.files import write_jsonl
+from runtime.seeds import derive_seed
 from speakers import load_speaker
-from speakers.interface import SpeakerSettings, Utterance
-from toy.world import (
-    CREDIT_KINDS,
+from speakers.interface import Request, SpeakerSettings
+from speakers.pool import run
+from toy.backend import (
     DETAILS,
     LIKELY,
     NUM_OPTIONS,
     NUM_TOPICS,
     PHRASES,
-    SCRIPTED,
     TOPICS,
-    ToyCredit,
+    asked_about,
     backend_demonstrator,
     backend_human,
     code_of,
-    credit_auc,
-    credit_pairs,
     details_in,
     guessing_backend_demonstrator,
     informed_backend_demonstrator,
     knowing_backend_demonstrator,
     phrase_of,
-    toy_asked,
-    toy_credit,
-    toy_tasks,
 )
+from toy.credit import (
+    KINDS, ToyCredit, credit_auc, credit_pairs, credits_of, halves_shares, main, toy_credit)
+from toy.world import SCRIPTED, toy_tasks
+from train_critic import SOLUTION_NOTE, dialogue_row
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def tasks():
-    return read_tasks("toy:backend:test", 120)
+    return toy_tasks("toy:backend:test", 120)
 
 
 def user(content):
@@ -75,7 +77,7 @@ def play(task, agent, seed=0, human=backend_human):
 
 
 def details_asked(messages):
-    return [toy_asked(m["content"]) for m in messages if m["role"] == "assistant"]
+    return [asked_about(m["content"]) for m in messages if m["role"] == "assistant"]
 
 
 def known_code(task, messages):
@@ -117,7 +119,7 @@ def test_asking_everything_in_a_fixed_order_runs_out_of_turns(tasks):
 
 
 def test_train_valid_and_test_share_no_task_and_requirements_vary():
-    splits = [read_tasks(f"toy:backend:{split}", 400) for split in ("train", "valid", "test")]
+    splits = [toy_tasks(f"toy:backend:{split}", 400) for split in ("train", "valid", "test")]
     train, valid, test = (
         {(task["problem_description"], task["ground_truth"]) for task in split} for split in splits
     )
@@ -130,19 +132,19 @@ def test_train_valid_and_test_share_no_task_and_requirements_vary():
 
 @pytest.mark.parametrize("num_topics", [16, 256])
 def test_a_world_has_as_many_topics_as_its_name_says(num_topics):
-    tasks = read_tasks(f"toy:backend:train:{num_topics}", 2000)
+    tasks = toy_tasks(f"toy:backend:train:{num_topics}", 2000)
     assert {task["toy"]["topic"] for task in tasks} == set(TOPICS[:num_topics])
     assert len(set(TOPICS)) == 256
-    default = read_tasks("toy:backend:train", 50)
-    assert default == read_tasks(f"toy:backend:train:{NUM_TOPICS}", 50)
+    default = toy_tasks("toy:backend:train", 50)
+    assert default == toy_tasks(f"toy:backend:train:{NUM_TOPICS}", 50)
 
 
 def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
-    assert read_tasks("toy:backend:train", 100) == read_tasks("toy:backend:train", 400)[:100]
+    assert toy_tasks("toy:backend:train", 100) == toy_tasks("toy:backend:train", 400)[:100]
 
 
 def test_a_world_of_few_topics_gives_all_the_tasks_that_it_has():
-    tasks = read_tasks("toy:backend:valid:1", 1000)
+    tasks = toy_tasks("toy:backend:valid:1", 1000)
     contents = {(task["problem_description"], task["ground_truth"]) for task in tasks}
     assert len(tasks) == len(contents) == 80
 
@@ -213,7 +215,7 @@ def test_what_a_demonstrator_knows_of_topics_decides_how_often_it_asks_for_what_
         for task, seed in itertools.product(tasks, range(10)):
             draw = random.Random(derive_seed(seed, task["task_id"]))
             question = agent(task, [user(task["problem_description"])], draw)
-            first.append(toy_asked(question) in LIKELY[task["toy"]["topic"]])
+            first.append(asked_about(question) in LIKELY[task["toy"]["topic"]])
         shares[agent] = sum(first) / len(first)
     assert abs(shares[backend_demonstrator] - 5 / 16) < 0.05
     assert abs(shares[knowing_backend_demonstrator] - (0.5 + 0.5 * 5 / 16)) < 0.05
@@ -253,7 +255,7 @@ def lie(task, detail):
 
 
 def lying_human(task, messages, draw):
-    detail = toy_asked(messages[-1]["content"])
+    detail = asked_about(messages[-1]["content"])
     if detail in task["toy"]["needed"]:
         return f"Please {phrase_of(detail, lie(task, detail))}."
     return backend_human(task, messages, draw)
@@ -266,7 +268,7 @@ def test_a_lying_human_makes_the_demonstrator_write_what_it_was_told(tasks, monk
     agent = SCRIPTED["backend", "agent", manner]
 
     def speak(task, history, draw):
-        return human.speak([history], seeds=[0], tasks=[task])[0][0].text
+        return human.reply(Request(history, task=task))[0].text
 
     answers = obeyed = 0
     for task, seed in itertools.product(tasks, range(2)):
@@ -368,46 +370,96 @@ def test_credit_pairs_know_their_kind():
     assert list(credit_pairs([wrong, right], known=True)) == [("answer_answer", 1, 0)]
 
 
-class AnyPolicy:
-    """Samples a question about each detail of the world, and an early answer."""
+def state(task, advantages_of=None, **more):
+    """The first state of a task: a question about each detail, an early answer, and copies."""
+    prompt = agent_prompt_of(task, None)
+    texts = [f"Tell me the {detail}." for detail in DETAILS] + [f"{ANSWER_MARKER} x"]
+    texts += texts[:3]
+    row = {"task": task, "sample": 0, "turn": 0, "candidates": texts, "finished": [True] * 20,
+           "messages": agent_messages([user(task["problem_description"])], prompt),
+           "agent_prompt": prompt, "error": None} | more
+    if advantages_of:
+        row |= {"advantages": advantages_of(row), "ranker": "test"}
+    return row
 
-    def speak(self, conversations, n, seeds):
-        texts = [f"Tell me the {detail}." for detail in DETAILS] + [f"{ANSWER_MARKER} x"]
-        return [[Utterance(text, True) for text in texts] for _ in conversations]
 
-
-class FixedCritic:
-    """Gives each candidate the true credit, times `factor`."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def advantages(self, task, messages, texts, finished):
-        history = [user(task["problem_description"])]
-        return [
-            self.factor * toy_credit(task, history + [assistant(text)], 0).value for text in texts
-        ]
+def true_credit(row, factor=1):
+    return [factor * credit.value for credit in credits_of([row])[0]]
 
 
 @pytest.mark.parametrize("factor, auc", [(1, 1.0), (0, 0.5), (-1, 0.0)])
 def test_the_auc_is_one_for_the_true_credit_half_for_a_constant_zero_for_its_opposite(
     tasks, factor, auc
 ):
-    states = []
-    for task in tasks[:5]:
-        history = [user(task["problem_description"])]
-        states.append(({"task": task, "dialogue_history": history}, 0, history))
-    found = credit_auc(FixedCritic(factor), AnyPolicy(), states, seed=0)
+    states = [state(task, lambda row: true_credit(row, factor)) for task in tasks[:5]]
+    found = credit_auc(states, credits_of(states))
     kinds = ("all", "question_question", "answer_question_unknown")
     assert found == {f"credit_auc/{kind}": auc for kind in kinds}
-    assert set(kinds) < set(CREDIT_KINDS)
+    assert set(kinds) < set(KINDS)
 
 
-def test_at_the_last_turn_that_was_allowed_the_auc_takes_every_message_for_an_answer(tasks):
-    task = tasks[0]
-    history = [user(task["problem_description"])]
-    episode = {"task": task, "dialogue_history": history, "max_turns": 1}
-    assert credit_auc(FixedCritic(1), AnyPolicy(), [(episode, 0, history)], seed=0) == {}
+def test_the_auc_counts_a_text_once_however_often_it_was_sampled(tasks):
+    once = state(tasks[0])
+    once |= {"advantages": list(range(len(once["candidates"]))), "ranker": "test"}
+    often = once | {key: once[key] + 4 * once[key][:1] for key in ("candidates", "advantages")}
+    assert credit_auc([often], credits_of([often])) == credit_auc([once], credits_of([once]))
+
+
+def test_true_credit_of_a_candidate_is_that_of_the_turn_it_would_be(tasks):
+    task = next(task for task in tasks if len(task["toy"]["needed"]) == 2)
+    first, second = task["toy"]["needed"]
+    history = [user(task["problem_description"]), assistant(f"The {first}?"), user("..."),
+               assistant(f"<think>The zeros?</think>Tell me the {second}."), user("...")]
+    texts = [f"{ANSWER_MARKER}\n{task['ground_truth']}", f"The {first}?"]
+    row = state(task, turn=2, messages=agent_messages(history, "Ask."), candidates=texts)
+    kinds = [credit.kind for credit in credits_of([row])[0]]
+    assert kinds == ["right answer", "repeated question"]
+
+
+def test_at_the_last_turn_that_was_allowed_every_message_is_an_answer(tasks):
+    states = [state(tasks[0], true_credit, max_turns=1)]
+    credits = credits_of(states)
+    assert {credit.kind for credit in credits[0]} == {"early answer"}
+    assert credit_auc(states, credits) == {}
+
+
+def test_halves_of_the_true_credit_prefer_no_worse_candidate_and_those_of_its_opposite_do(tasks):
+    states = [state(task, true_credit) for task in tasks[:20]]
+    shares = halves_shares(states, credits_of(states))
+    assert shares["halves/wrong"] == 0 and shares["halves/equal"] == 0  # equals are no pair
+    states = [state(task, lambda row: true_credit(row, -1)) for task in tasks[:20]]
+    assert halves_shares(states, credits_of(states))["halves/right"] == 0
+
+
+def test_candidates_are_ranked_by_true_credit_or_at_random(tasks, tmp_path, capsys):
+    source, true, drawn = (tmp_path / f"{name}.jsonl" for name in ("source", "true", "random"))
+    failed = {"task": tasks[3], "sample": 0, "turn": 0, "messages": [], "error": "refused"}
+    write_jsonl(source, [*map(state, tasks[:3]), failed])
+    main(["rank", str(source), "--output", str(true)])
+    main(["rank", str(source), "--output", str(drawn), "--ranker", "random", "--seed", "3"])
+    assert "1 failed" in capsys.readouterr().out
+    rows, _ = read_candidates(true, ranked=True)
+    assert [row["advantages"] for row in rows] == [true_credit(row) for row in rows]
+    assert {row["ranker"] for row in rows} == {"true credit"}
+    rows, _ = read_candidates(drawn, ranked=True)
+    values = [value for row in rows for value in row["advantages"]]
+    assert len(set(values)) == len(values) and min(values) < 0 < max(values)
+
+    log = tmp_path / "metrics.jsonl"
+    write_jsonl(log, [{"step": 0, "train/loss": 0.7}, {"step": 1, "train/loss": 0.6}])
+    for _ in range(2):  # the second command finds the line of the first
+        main(["auc", str(true), "--metrics", str(log)])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) == 3
+    assert lines[2]["step"] == 2 and lines[2]["credit_auc/all"] == 1
+    assert "halves/right" in capsys.readouterr().out
+
+
+def test_tasks_without_true_credit_are_refused(tmp_path):
+    task = toy_tasks("toy:frontend:train", 1)[0]
+    write_jsonl(tmp_path / "pages.jsonl", [state(task)])
+    with pytest.raises(SystemExit, match="expected tasks of the embedded backend world"):
+        main(["rank", str(tmp_path / "pages.jsonl"), "--output", str(tmp_path / "ranked.jsonl")])
 
 
 # -----------------------------------------------------------------------------
@@ -420,20 +472,40 @@ def first_messages(task, max_turns):
                           agent_prompt_of(task, None, max_turns))
 
 
+def said_first(max_turns):
+    """What the base policy says first in 60 tasks."""
+    speaker = load_speaker(str(ROOT / "toy/base"),
+                           settings=SpeakerSettings(max_new_tokens=128, device="cpu"))
+    requests = [Request(first_messages(task, max_turns), seed=seed)
+                for seed, task in enumerate(toy_tasks("toy:backend:valid", 60))]
+    return [utterances[0] for utterances in run(speaker.reply, requests, 60)]
+
+
 def test_the_base_policy_speaks_the_language_of_the_world():
-    settings = SpeakerSettings(max_new_tokens=128, device="cpu")
-    speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
-    tasks = read_tasks("toy:backend:valid", 60)
-    spoken = speaker.speak([first_messages(task, MAX_TURNS) for task in tasks], seeds=range(60))
-    texts = [utterances[0].text for utterances in spoken]
-    understood = [toy_asked(text) is not None or ANSWER_MARKER in text for text in texts]
+    said = said_first(MAX_TURNS)
+    understood = [asked_about(text) is not None or ANSWER_MARKER in text for text, _ in said]
     assert sum(understood) >= 58
-    assert all(utterances[0].finished for utterances in spoken)
+    assert all(utterance.finished for utterance in said)
 
 
 def test_the_base_policy_answers_where_its_prompt_allows_one_message():
-    settings = SpeakerSettings(max_new_tokens=128, device="cpu")
-    speaker = load_speaker(str(ROOT / "toy/base"), settings=settings)
-    tasks = read_tasks("toy:backend:valid", 60)
-    spoken = speaker.speak([first_messages(task, 1) for task in tasks], seeds=range(60))
-    assert sum(ANSWER_MARKER in utterances[0].text for utterances in spoken) >= 58
+    assert sum(ANSWER_MARKER in text for text, _ in said_first(1)) >= 58
+
+
+@pytest.mark.slow
+def test_a_base_is_made_from_demonstrations_and_reads_informed_ones_as_a_critic_does(tmp_path):
+    plain, informed, model = (tmp_path / name for name in ("plain.jsonl", "informed.jsonl", "base"))
+    run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 8, "--output", plain,
+               "--samples_per_task", 2, "--agent", "scripted:informed")
+    run_script("toy/make_base.py", "model", plain, "--output", model)
+    run_script("toy/make_base.py", "inform", plain, "--output", informed)
+    speaker = load_speaker(str(model), settings=SpeakerSettings(max_new_tokens=4, device="cpu"))
+    tokenizer = speaker.tokenizer
+    note = SOLUTION_NOTE.format(solution="def label(text):\n    return text")
+    assert tokenizer.decode(tokenizer.encode(note)) == note
+    before, after = load_episodes([plain])[0], load_episodes([informed])[0]
+    for one, other in zip(before, after, strict=True):
+        as_critic = dialogue_row(tokenizer, one, 8192)
+        as_policy = dialogue_row(tokenizer, other, 8192, privileged="none")
+        assert (as_critic.ids, as_critic.turn_index) == (as_policy.ids, as_policy.turn_index)
+    assert len(speaker.reply(Request(first_messages(before[0]["task"], MAX_TURNS)))) == 1

@@ -5,21 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from colbench import (
-    MAX_TURNS,
-    OUTPUT_MARKER,
-    agent_messages,
-    agent_prompt_of,
-    derive_seed,
-    read_tasks,
-    split_message,
-)
+from colbench import MAX_TURNS, OUTPUT_MARKER, agent_messages, agent_prompt_of, split_message
 from judge.browser import Browser, find_chromium
 from judge.pages import extract_html, grade_page, last_page
 from judge.sandbox import ANSWER_MARKER
+from runtime.seeds import derive_seed
 from speakers import load_speaker
-from speakers.interface import SpeakerSettings
-from toy.world import (
+from speakers.interface import Request, SpeakerSettings
+from speakers.pool import run
+from toy.frontend import (
     SLOTS,
     choice_of,
     frontend_demonstrator,
@@ -28,6 +22,7 @@ from toy.world import (
     informed_frontend_demonstrator,
     page_of,
 )
+from toy.world import toy_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -170,10 +165,11 @@ def test_each_wrong_slot_lowers_the_similarity_of_a_page(browser):
 def test_the_base_policy_writes_pages_of_the_grammar():
     settings = SpeakerSettings(max_new_tokens=200, device="cpu")
     speaker = load_speaker(str(ROOT / "toy/base_frontend"), settings=settings)
-    tasks = read_tasks("toy:frontend:valid", 30)
+    tasks = toy_tasks("toy:frontend:valid", 30)
     prompt = agent_prompt_of(tasks[0], None)
     views = [agent_messages([{"role": "user", "content": task["problem_description"]}], prompt)
              for task in tasks]
-    spoken = speaker.speak(views, seeds=range(30))
+    requests = [Request(view, seed=seed) for seed, view in enumerate(views)]
+    spoken = run(speaker.reply, requests, 30)
     choices = [choice_of(extract_html(utterances[0].text)) for utterances in spoken]
     assert sum(None not in choice.values() for choice in choices) >= 27

@@ -89,6 +89,20 @@ def matrices_off(model):
             layer.enabled = True
 
 
+class WithoutMatrices:
+    """The model that training started from, in the memory of the one that it became."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, *inputs, **options):
+        with matrices_off(self.model):
+            return self.model(*inputs, **options)
+
+
 # -----------------------------------------------------------------------------
 # Checkpoints
 

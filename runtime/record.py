@@ -12,13 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from colbench import ResumableJsonl, write_atomically
-from speakers.names import is_server
+from runtime.files import ResumableJsonl, write_atomically
+from runtime.names import check_checkpoint, is_server
 
 COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
 
 
-def claim_output(path, flags, inputs, process, cost_flags):
+def claim_output(path, flags, inputs, process, cost_flags=(), flag="--output"):
     """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
 
     Only `cost_flags` may differ, since they do not change what is made, and COUNTS may grow. A
@@ -46,7 +46,7 @@ def claim_output(path, flags, inputs, process, cost_flags):
         if changed:
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
-                             " choose another --output or remove this one")
+                             f" choose another {flag} or remove this one")
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
@@ -57,6 +57,18 @@ def claim_output(path, flags, inputs, process, cost_flags):
                "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
                "commit": code_commit()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+def open_rows(path, flags, inputs, process, key, cost_flags=(), keep=lambda row: True,
+              flag="--output"):
+    """A ResumableJsonl whose record of the command is PATH.run.json."""
+    record = Path(f"{path}.run.json")
+    if Path(path).exists() and not record.is_file():
+        raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
+                         " .run.json is missing), expected a new name or the output of the same"
+                         f" command; choose another {flag}")
+    claim_output(record, flags, inputs, process, cost_flags, flag)
+    return ResumableJsonl(path, key, process, keep)
 
 
 @functools.cache
@@ -159,3 +171,24 @@ def read_run(path):
         pass  # the sentence below covers every such file
     raise SystemExit(f"{path}: found a file that is no record of a run, expected what these scripts"
                      " write; choose another directory, or remove the file")
+
+
+def read_flags(path, needed):
+    """The flags that a checkpoint was trained with; stops if they lack one of those `needed`."""
+    record = Path(path, "run.json")
+    check_checkpoint(path)
+    if not record.is_file():
+        raise SystemExit(f"{path}: found no run.json, expected a directory that a trainer of these"
+                         " scripts wrote")
+    run = read_run(record)
+    flags = run["flags"]
+    missing = set(needed) - flags.keys()
+    if missing:
+        raise SystemExit(f"{path}: found what {run.get('script')} has trained, expected a"
+                         f" checkpoint whose run.json has the flags {', '.join(needed)}")
+    check_checkpoint(flags["model"])
+    for base in records(flags["model"]):
+        if run["inputs"].get(base) != file_hash(base):
+            raise SystemExit(f"{path}: found that {base} has changed since this checkpoint was"
+                             " trained, expected the model that it started from; train it again")
+    return flags

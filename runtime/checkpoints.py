@@ -11,8 +11,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from speakers.lora import MATRICES, merge
-from training.ranks import trained_parameters
+from runtime.lora import MATRICES, merge
+
+
+RESUME = "resume"  # the folder of a run's training state, in its output
 
 
 def save_checkpoint(output, model, tokenizer, agent_prompt, process):
@@ -47,6 +49,10 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
     process.barrier()
 
 
+def trained_parameters(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def is_complete(output, max_steps, process):
     """Whether the directory holds the finished checkpoint of this very command.
 
@@ -54,7 +60,7 @@ def is_complete(output, max_steps, process):
     """
     if not process.from_leader((output / "config.json").is_file()):
         return False
-    state = output / "state"
+    state = output / RESUME
     to_resume = process.from_leader(state.is_dir())
     if to_resume:
         to_resume = read_state(state, process)["step"] < (max_steps or math.inf)
@@ -64,19 +70,14 @@ def is_complete(output, max_steps, process):
             (output / "config.json").unlink()  # while files are replaced, nothing may open them
         else:
             remove_leftovers(output)
-            print(f"{output}: this run is complete; nothing to do")
+            print(f"{output}: training is complete")
     process.barrier()
     return not to_resume
 
 
-REFERENCE = "reference.json"  # log-probs under pi_ref, in an output until the run is complete
-
-
 def remove_leftovers(output):
-    """What a run without a state does not need, such as what a kill left half written."""
-    if not (output / "state").is_dir():
-        (output / REFERENCE).unlink(missing_ok=True)
-    for path in [*output.glob("state.*"), output / "checkpoint.partial"]:
+    """What a complete run does not need, such as what a kill left half written."""
+    for path in [*output.glob("resume.*"), output / "checkpoint.partial"]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -86,9 +87,9 @@ def save_state(folder, step, model, optimizer, process):
     While it is written, a state has a name of its own: NFS clients remember names for a while, and
     under one that was used before, a node could write into the state that is still good.
     """
-    partial = folder.with_name(f"state.{step}.partial")
+    partial = folder.with_name(f"resume.{step}.partial")
     if process.leads:
-        for left_by_a_kill in folder.parent.glob("state.*.partial"):
+        for left_by_a_kill in folder.parent.glob("resume.*.partial"):
             shutil.rmtree(left_by_a_kill, ignore_errors=True)
         partial.mkdir(parents=True)
     process.barrier()
@@ -102,7 +103,7 @@ def save_state(folder, step, model, optimizer, process):
     process.barrier()
     if process.leads:
         wait_for_files(partial, process.world)
-        old = folder.with_name("state.old")
+        old = folder.with_name("resume.old")
         if folder.exists():  # else a kill came between the two renames, and `old` is all there is
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
@@ -122,7 +123,7 @@ def wait_for_files(folder, count, patience=120):
 
 def load_state(folder, model, optimizer, process):
     """The step to resume from, 0 without a state; restores weights and moments bit for bit."""
-    old = folder.with_name("state.old")
+    old = folder.with_name("resume.old")
     if not folder.is_dir() and old.is_dir():
         folder = old  # killed between the two renames of save_state
     # the leader decides for all: nodes may see a shared folder at different times

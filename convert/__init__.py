@@ -1,0 +1,1 @@
+"""Foreign files to ours: trajectories and logs (colbench.py import), WebSight rows."""

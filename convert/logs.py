@@ -1,0 +1,115 @@
+"""`colbench.py import`: official trajectories, or logs of your own dialogues, as episodes.
+
+A line of a log is one dialogue in the OpenAI format and its reward:
+
+    {"messages": [{"role": "user", "content": "Book me a table"}, {"role": "assistant",
+     "content": "For when?"}, ...], "reward": 0.5, "task": "table-17", "ground_truth": "tonight"}
+
+`task` is the key within which dialogues are compared (default: what stands before the first
+assistant message), `ground_truth` what was known only afterwards (default: nothing). Assistant
+messages are turns; all others are what the agent read.
+"""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+from colbench import agent_prompt_of, complete_episode, read_episodes, read_prompt
+from runtime.files import read_jsonl
+from runtime.text import counted
+
+SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
+            ' "..."}], "reward": 1.0}')
+OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str, "human": str}
+
+
+def import_command(args):
+    """Writes --output whole or not at all."""
+    prompt = read_prompt(args.agent_prompt)
+    _, first = next(read_jsonl(args.file), (None, None))
+    if first is None:
+        raise SystemExit(f"{args.file}: found no line, expected one dialogue a line, such as"
+                         f" {SMALLEST}")
+    is_log = "messages" in first or "dialogue_history" not in first
+    episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
+    output, tasks, rewards, count = Path(args.output), {}, [], 0
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            for episode in episodes:
+                file.write(json.dumps(episode) + "\n")
+                task_id = episode["task"]["task_id"]
+                tasks[task_id] = tasks.get(task_id, 0) + 1
+                rewards += [] if episode["error"] else [episode["reward"]]
+                count += 1
+        os.replace(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+    several = sum(number > 1 for number in tasks.values())
+    print(f"{output}: {counted(count, 'episode')} of {counted(len(tasks), 'task')}, {several} of"
+          f" them with several; rewards from {min(rewards, default=0):g} to"
+          f" {max(rewards, default=0):g}, taken as they are")
+    if not several:
+        print("No task has several episodes, so none can be compared: a critic needs dialogues that"
+              " have a `task` in common and differ in reward.")
+
+
+def official_episodes(path, prompt):
+    """Episodes of the official trajectory file, which omits what the agent was told."""
+    for episode in read_episodes(path):
+        if episode["agent_prompt"] is None:
+            episode["agent_prompt"] = agent_prompt_of(episode["task"], prompt)
+        yield episode
+
+
+def log_episodes(path, prompt):
+    """An episode for each line of a log; a line that does not fit stops with all that is wrong."""
+    samples = {}
+    for where, row in read_jsonl(path):
+        wrong = faults_of(row)
+        if wrong:
+            raise SystemExit(f"{where}: found {'; '.join(wrong)}; expected at least {SMALLEST}")
+        messages = list(row["messages"])
+        system = prompt
+        if messages[0]["role"] == "system":
+            system = messages.pop(0)["content"]
+        before = [message["role"] for message in messages].index("assistant")
+        request = "\n".join(message["content"] for message in messages[:before])
+        key = row.get("task")
+        if key is None:
+            key = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        number = samples[str(key)] = samples.get(str(key), -1) + 1
+        yield complete_episode({
+            "task": {"task_id": str(key), "domain": "logged", "problem_description": request,
+                     "ground_truth": row.get("ground_truth") or ""},
+            "sample": row.get("sample", number), "dialogue_history": messages,
+            "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
+            "agent_prompt": system or "", "leak": 0.0}, where)
+
+
+def faults_of(row):
+    """All that is missing or wrong in a line of a log, as texts."""
+    faults = []
+    reward = row.get("reward")
+    if type(reward) not in (int, float) or not math.isfinite(reward):
+        faults.append(f"reward {reward!r}, which is no finite number")
+    for key, kind in OPTIONS.items():
+        if row.get(key) is not None and not isinstance(row[key], kind):
+            faults.append(f"{key} of type {type(row[key]).__name__}")
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return [*faults, f"no list of messages, but the keys {', '.join(sorted(row)) or 'none'}"]
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            faults.append(f"messages[{index}] without a role")
+        elif not isinstance(message.get("content"), str):
+            faults.append(f"messages[{index}] of role {message['role']} without a text as content")
+    roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    if "assistant" not in roles:
+        faults.append("no assistant message, which would be a turn")
+    elif "user" not in roles[:roles.index("assistant")]:
+        faults.append("an assistant message before the first user message")
+    return faults

@@ -1,0 +1,120 @@
+"""`turn_logprobs` of the trainers for rows that share what is computed: the same numbers, sooner.
+
+Candidates after one prompt become one sequence, so that the prompt is computed once:
+
+    prompt        candidate 1   candidate 2
+    p0 p1 p2 p3   a0 a1 <end>   b0 b1 b2 <end>     ids
+    0  1  2  3    4  5  6       4  5  6  7         positions: each candidate follows the prompt
+    0  0  0  0    1  1  1       2  2  2  2         segments: a token sees those before it in its
+                                                   own segment and in segment 0
+
+A row that comes several times, such as a dialogue in several pairs, is computed once. Logits exist
+only where an agent token is next, and their fp32 copies only a part at a time.
+Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, R rows, S turns.
+"""
+
+import contextlib
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+PACK_TOKENS = 8192  # of a pack at most: its mask grows with the square
+LOGITS_AT_ONCE = 512  # scored tokens whose logits are in fp32 at a time
+
+
+def turn_logprobs(model, rows):
+    """(logprobs, tokens): log-prob of each turn's tokens together, and their number; (R, S) each.
+    """
+    distinct = list(dict.fromkeys(rows))
+    number = {row: index for index, row in enumerate(distinct)}
+    packs = pack_rows(distinct, PACK_TOKENS if can_pack(model) else 0)
+    ids, positions, segments, scored = [], [], [], []
+    for pack in packs:
+        prompt = prompt_length(pack[0]) if len(pack) > 1 else 0
+        pack_ids, pack_positions = pack[0].ids[:prompt], list(range(prompt))
+        pack_segments = [0] * prompt
+        for segment, row in enumerate(pack, 1):
+            column = len(pack_ids)  # of the first token after the prompt
+            for index, turn in enumerate(row.turn_index):
+                if turn >= 0:
+                    source = prompt - 1 if index == prompt else column + index - prompt - 1
+                    scored.append((len(ids), source, row.ids[index], number[row], turn))
+            pack_ids = pack_ids + row.ids[prompt:]
+            pack_positions += range(prompt, len(row.ids))
+            pack_segments += [segment] * (len(row.ids) - prompt)
+        ids.append(pack_ids)
+        positions.append(pack_positions)
+        segments.append(pack_segments)
+
+    def table(lists):
+        lists = [torch.tensor(values) for values in lists]
+        return pad_sequence(lists, batch_first=True).to(model.device)
+
+    inputs = {"input_ids": table(ids)}  # (P, T)
+    if len(packs) < len(distinct):  # otherwise all rows are plain causal
+        segments = table(segments)
+        seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+        inputs |= {"position_ids": table(positions), "attention_mask": seen.tril()[:, None]}
+    scored = torch.tensor(scored, dtype=torch.long, device=model.device).reshape(-1, 5)
+    pack, source, target, row, turn = scored.unbind(1)  # (n,) each
+    with head_at(model.get_output_embeddings(), pack, source):
+        logits, = model(**inputs, use_cache=False).logits  # (n, V)
+    logprobs = torch.cat([checkpoint(picked_logprobs, *part, use_reentrant=False) for part in zip(
+        logits.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)])  # (n,)
+
+    turns = 1 + max(max(row.turn_index) for row in distinct)  # S
+    sums = logprobs.new_zeros(len(distinct), turns).index_put((row, turn), logprobs, True)
+    tokens = target.new_zeros(sums.shape).index_put((row, turn), torch.ones_like(target), True)
+    order = [number[row] for row in rows]
+    return sums[order], tokens[order]
+
+
+def pack_rows(rows, limit):
+    """Lists of rows: candidates of one prompt together, in at most `limit` tokens; others alone."""
+    packs = {}  # a prompt, or a row without one -> its packs
+    for row in rows:
+        prompt = prompt_length(row)
+        found = packs.setdefault(tuple(row.ids[:prompt]) or row, [[]])
+        tokens = prompt + sum(len(member.ids) - prompt for member in [*found[-1], row])
+        if found[-1] and tokens > limit:
+            found.append([])
+        found[-1].append(row)
+    return [pack for found in packs.values() for pack in found]
+
+
+def prompt_length(row):
+    """Tokens before a candidate's only turn; 0 for a dialogue."""
+    if 0 not in row.turn_index:
+        return 0
+    start = row.turn_index.index(0)
+    return start if set(row.turn_index[start:]) == {0} else 0
+
+
+def can_pack(model):
+    """Whether the model uses plain causal attention, so that packing is exact.
+
+    Sliding windows, attention sinks and recurrent layers are not: their rows are computed apart.
+    """
+    config = model.config.get_text_config()
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return False
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    plain = model.config._attn_implementation == "sdpa" and not model._is_stateful
+    return plain and set(kinds) == {"full_attention"}
+
+
+@contextlib.contextmanager
+def head_at(head, row, column):
+    """Within it the output layer computes only these n positions: (P, T, H) -> (1, n, V)."""
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][row, column][None],))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def picked_logprobs(logits, target):
+    """Log-probs of the target tokens, in fp32: (n, V), (n,) -> (n,)."""
+    logits = logits.float()
+    return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)

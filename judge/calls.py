@@ -1,0 +1,178 @@
+"""The filters of system calls: programs in BPF, which the kernel runs before each call (seccomp).
+
+judge/worker.py installs them. `worker_filter` is an allow-list: the worker puts it on once, and
+every child inherits it. `child_filter` refuses more; each child puts it on top before it reads its
+job. A filter can be put on but never taken off. Linux on x86-64 and aarch64 alone (`MACHINES`).
+
+Order: the calls, the two filters, then what their instructions are made of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+
+# Each call is name:x86_64:aarch64, with "-" where it is absent. All other calls fail with EPERM.
+SYSTEM_CALLS = """
+read:0:63 write:1:64 open:2:- close:3:57 stat:4:- fstat:5:80 lstat:6:- poll:7:- lseek:8:62
+mmap:9:222 mprotect:10:226 munmap:11:215 brk:12:214 rt_sigaction:13:134 rt_sigprocmask:14:135
+rt_sigreturn:15:139 ioctl:16:29 pread64:17:67 pwrite64:18:68 readv:19:65 writev:20:66
+access:21:- pipe:22:- select:23:- sched_yield:24:124 mremap:25:216 msync:26:227 mincore:27:232
+madvise:28:233 dup:32:23 dup2:33:- pause:34:- nanosleep:35:101 getitimer:36:102 alarm:37:-
+setitimer:38:103 getpid:39:172 sendfile:40:71 recvfrom:45:207 recvmsg:47:212 shutdown:48:210
+getsockname:51:204 getpeername:52:205 setsockopt:54:208 getsockopt:55:209 exit:60:93
+wait4:61:260 uname:63:160 fcntl:72:25 flock:73:32 fsync:74:82 fdatasync:75:83 ftruncate:77:46
+getdents:78:- getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- mkdir:83:- rmdir:84:-
+getdents64:217:61 link:86:- unlink:87:- symlink:88:- readlink:89:- umask:95:166
+gettimeofday:96:169 getrlimit:97:163 getrusage:98:165 sysinfo:99:179 times:100:153
+getuid:102:174 getgid:104:176 geteuid:107:175 getegid:108:177 getppid:110:173 getpgrp:111:-
+getgroups:115:158 getresuid:118:148 getresgid:120:150 getpgid:121:155 getsid:124:156
+rt_sigpending:127:136 rt_sigtimedwait:128:137 rt_sigsuspend:130:133 sigaltstack:131:132
+statfs:137:43 fstatfs:138:44 getpriority:140:141 sched_getparam:143:121
+sched_getscheduler:145:120 arch_prctl:158:- setrlimit:160:164 gettid:186:178 time:201:-
+futex:202:98 sched_getaffinity:204:123 set_tid_address:218:96 restart_syscall:219:128
+fadvise64:221:223 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115
+exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21 waitid:247:95 openat:257:56 mkdirat:258:34
+newfstatat:262:79 unlinkat:263:35 renameat:264:38 linkat:265:37 symlinkat:266:36
+readlinkat:267:78 faccessat:269:48 pselect6:270:72 ppoll:271:73 set_robust_list:273:99
+get_robust_list:274:100 epoll_pwait:281:22 eventfd2:290:19 epoll_create1:291:20
+dup3:292:24 pipe2:293:59 getcpu:309:168 renameat2:316:276 getrandom:318:278 membarrier:324:283
+copy_file_range:326:285 statx:332:291 rseq:334:293 close_range:436:436 faccessat2:439:439"""
+# What the worker alone needs; a child is refused them.
+WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:446:446"
+# Allowed with one argument fixed: name:x86_64:aarch64:argument:value. Sockets of a pair are local
+# (AF_UNIX), messages have no address, limits are those of the process itself.
+CONDITIONS = "socketpair:53:199:0:1 sendto:44:206:4:0 prlimit64:302:261:0:0"
+# Refused with one argument of this value, in the same form: F_SETOWN, F_SETOWN_EX, FIOSETOWN and
+# SIOCSPGRP name another process that a file is to send its signals to.
+SIGNAL_OWNERS = "fcntl:72:25:1:8 fcntl:72:25:1:15 ioctl:16:29:1:35073 ioctl:16:29:1:35074"
+# Opening a file with these bits among O_TRUNC and O_ACCMODE is refused: "read only, but empty it",
+# which Landlock knows since Linux 6.2, and access mode 3, of which it never asks anything.
+OPEN_BITS, ODD_OPENINGS = 0o1003, (0o1000, 0o1003, 0o3)
+OPENINGS = "open:2:-:1 openat:257:56:2"  # last: the argument that holds the bits
+# Allowed in the worker, and in a child under a condition: new threads, signals to itself
+CLONE = "clone:56:220"
+KILLS = "kill:62:129 tgkill:234:131"
+# Its flags are out of a filter's sight. "No such call" makes the C library use clone.
+CLONE3 = "clone3:435:435"
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+
+# Results of a filter, SECCOMP_RET_...: allow; fail with EPERM; fail with ENOSYS; end the process
+ALLOW, REFUSE, NO_SUCH_CALL, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+# BPF instructions: load a word, mask it, jump if equal, jump if any bit is set, return
+LOAD, MASK, EQUAL, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
+# Offsets of what a filter can load: call number, machine, arguments of 8 bytes each
+CALL_NUMBER, MACHINE, ARGUMENTS = 0, 4, 16
+THREAD = 0x10000  # CLONE_THREAD
+INSTALL_FILTER, FILTER_MODE = 22, 2  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def worker_filter() -> bytes:
+    """The allow-list: calls that are not on it fail, those of another machine end the process."""
+    machine = MACHINES[platform.machine()][1]
+    program = [
+        instruction(LOAD, MACHINE),
+        instruction(EQUAL, machine, 1, 0),
+        instruction(RETURN, KILL),
+        instruction(LOAD, CALL_NUMBER),
+        answer_calls(f"{SYSTEM_CALLS} {WORKER_CALLS} {CLONE} {KILLS}", ALLOW),
+    ]
+    for number, argument, value in argument_values(CONDITIONS):
+        program.append(fixed_argument(number, argument, value))
+    program.append(answer_calls(CLONE3, NO_SUCH_CALL))
+    program.append(instruction(RETURN, REFUSE))
+    return b"".join(program)
+
+
+def child_filter(process: int) -> bytes:
+    """On top, in the child with this id: threads but no processes, signals to itself alone.
+
+    It also refuses the worker's own calls, such as putting on locks.
+    """
+    program = [
+        instruction(LOAD, CALL_NUMBER),
+        fixed_argument(call_numbers(CLONE)[0], 0, THREAD, ANY_BIT),
+    ]
+    for number in call_numbers(KILLS):
+        program.append(fixed_argument(number, 0, process))
+    for number, argument, value in argument_values(SIGNAL_OWNERS):
+        program.append(refused_argument(number, argument, value))
+    for entry in OPENINGS.split():
+        argument = int(entry.split(":")[3])
+        for number in call_numbers(entry):  # aarch64 has no "open"
+            for bits in ODD_OPENINGS:
+                program.append(refused_argument(number, argument, bits, OPEN_BITS))
+    program.append(answer_calls(WORKER_CALLS, REFUSE))
+    program.append(instruction(RETURN, ALLOW))
+    return b"".join(program)
+
+
+def install_filter(libc: ctypes.CDLL, program: ctypes.Array) -> bool:
+    """Have the kernel run a filter before every further system call; false if it refuses."""
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(program))
+    return libc.prctl(INSTALL_FILTER, FILTER_MODE, header, 0, 0) == 0
+
+
+def call_numbers(calls: str) -> list[int]:
+    """The numbers of system calls on this machine."""
+    column = 1 + MACHINES[platform.machine()][0]
+    numbers = [call.split(":")[column] for call in calls.split()]
+    return [int(number) for number in numbers if number != "-"]
+
+
+def argument_values(entries: str) -> list[tuple[int, int, int]]:
+    """(number of the call, argument, value) of each entry name:x86_64:aarch64:argument:value."""
+    found = []
+    for entry in entries.split():
+        argument, value = entry.split(":")[3:]
+        found.append((call_numbers(entry)[0], int(argument), int(value)))
+    return found
+
+
+def answer_calls(calls: str, action: int) -> bytes:
+    """Return the action if the call is one of these."""
+    program = []
+    for number in call_numbers(calls):
+        program.append(instruction(EQUAL, number, 0, 1))
+        program.append(instruction(RETURN, action))
+    return b"".join(program)
+
+
+def fixed_argument(number: int, argument: int, value: int, test: int = EQUAL) -> bytes:
+    """Allow the call if the low half of an argument passes the test and its high half is zero.
+
+    Refuse it otherwise; skip all this for other calls.
+    """
+    low_half = ARGUMENTS + 8 * argument
+    program = [
+        instruction(EQUAL, number, 0, 6),
+        instruction(LOAD, low_half),
+        instruction(test, value, 0, 3),
+        instruction(LOAD, low_half + 4),
+        instruction(EQUAL, 0, 0, 1),
+        instruction(RETURN, ALLOW),
+        instruction(RETURN, REFUSE),
+    ]
+    return b"".join(program)
+
+
+def refused_argument(number: int, argument: int, value: int, mask: int = 0xFFFFFFFF) -> bytes:
+    """Refuse the call if an argument, of which the kernel reads the low half, has this value.
+
+    Only the bits of the mask are compared.
+    """
+    program = [
+        instruction(EQUAL, number, 0, 5),
+        instruction(LOAD, ARGUMENTS + 8 * argument),
+        instruction(MASK, mask),
+        instruction(EQUAL, value, 0, 1),
+        instruction(RETURN, REFUSE),
+        instruction(LOAD, CALL_NUMBER),
+    ]
+    return b"".join(program)
+
+
+def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One BPF instruction; a jump skips `if_true` or `if_false` instructions."""
+    return struct.pack("HBBI", code, if_true, if_false, value)

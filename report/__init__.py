@@ -1,0 +1,1 @@
+"""`python -m report`: a page from episodes and metrics. No script needs it."""

@@ -1,0 +1,95 @@
+"""A page of results, dialogues and training curves; and pairs for other trainers.
+
+    python -m report base=base.jsonl sweet=sweet.jsonl --critic critic \
+        --metrics critic=critic/metrics.jsonl sweet=sweet/metrics.jsonl --output report.html
+    python -m report --metrics sweet=sweet/metrics.jsonl --output training.html
+                                                  # watch a training run; no episodes yet
+    python -m report pairs ranked.jsonl --output pairs.jsonl
+                                                  # prompt / chosen / rejected, for TRL and others
+
+The page is one file that needs no network. Its numbers are those of evaluate.py. It shows what
+lies beside the files it is given, too: run.json of a run, the ranked candidates that it read.
+
+To change what is drawn, edit report/charts.py; what is told of a run, report/training.py; how
+it looks, report/page.html; what the page holds, report/page.py.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+from evaluate import BOUNDS, all_tables, named_files, read_policies, score, verdict
+from report.page import annotate, overview, page_of
+from report.pairs import write_pairs
+from report.training import open_critic, read_training, training_sentences
+from runtime.files import write_atomically
+from runtime.flags import flag_parser
+from runtime.processes import launch
+
+
+def main(args):
+    if args.command == "pairs":
+        write_pairs(args)
+        return
+    training = [read_training(name, path) for name, path in named_files(args.metrics)]
+    critic = open_critic(args.critic) if args.critic else None
+    policies = read_policies(args.policies)
+    results, sentences, tables = None, training_sentences(training), []
+    if policies:
+        results = score(policies, args.leak_threshold, args.draws, args.seed)
+        sentences, tables = verdict(results), all_tables(results)
+        annotate(policies, critic)
+    data = overview(results, policies, named_files(args.policies), training)
+    data |= {"sentences": sentences, "tables": tables}
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.output, page_of(data, policies, args.leak_threshold))
+    print("\n".join([*sentences, f"report: {args.output}"]))
+
+
+def parse_args(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["pairs"]:
+        return parse_pairs(argv[1:])
+    parser = flag_parser(__doc__, BOUNDS)
+    parser.prog = "python -m report"
+    parser.add_argument("policies", nargs="*", metavar="NAME=EPISODES.jsonl",
+                        help="as for evaluate.py; a NAME given again is another seed")
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME=METRICS.jsonl",
+                        help="metrics.jsonl of checkpoints, for training curves")
+    parser.add_argument("--critic", help="checkpoint of a critic, whose advantages shade the turns")
+    parser.add_argument("--output", required=True, help="FILE.html to write")
+    parser.add_argument("--leak_threshold", type=float, default=0.5, help="see evaluate.py")
+    parser.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    args = parser.parse_args(argv)
+    args.command = "page"
+    if not args.output.endswith(".html"):
+        raise SystemExit(f"found --output {args.output}, expected FILE.html")
+    if not args.policies and not args.metrics:
+        raise SystemExit("found neither episodes nor --metrics, expected NAME=EPISODES.jsonl of"
+                         " some policies, or --metrics to watch a training run")
+    if not args.policies:
+        parser.refuse_ignored(args, ["critic", "leak_threshold", "draws", "seed"],
+                              "without episodes")
+    return args
+
+
+def parse_pairs(argv):
+    parser = flag_parser("Write ranked candidates as pairs that TRL's DPOTrainer takes.",
+                         {"pairs_per_state": (1, math.inf), "seed": (0, math.inf)})
+    parser.prog = "python -m report pairs"
+    parser.add_argument("candidates", metavar="RANKED.jsonl", help="ranked candidates")
+    parser.add_argument("--output", required=True, help="FILE.jsonl to write")
+    # the same flags give the same pairs as in train_policy.py
+    parser.add_argument("--pairing", choices=("halves", "positive_vs_negative"), default="halves",
+                        help="which candidates are paired, see train_policy.py")
+    parser.add_argument("--pairs_per_state", type=int, default=4,
+                        help="pairs drawn from a state's candidates")
+    parser.add_argument("--seed", type=int, default=0, help="of the pairs")
+    args = parser.parse_args(argv)
+    args.command = "pairs"
+    return args
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())

@@ -1,0 +1,237 @@
+"""The charts of the page, as the titles, units and numbers that page.html draws.
+
+A chart is a section of the page, a kind (bars, stack, lines), a title, and what the kind needs.
+"""
+
+import math
+from collections import Counter, defaultdict
+
+import numpy
+
+from colbench import DOMAINS, lacks_answer
+from evaluate import heading, main_metric
+from judge.sandbox import SOLUTION_FAILED
+
+# What a turn can be, as toy_credit names it; the last is ours
+HELPFUL_TURNS = ("useful question", "right answer")
+LAST_QUESTION = "question on the last turn"
+TURNS = (*HELPFUL_TURNS, "wasted question", "repeated question", "early answer", "wrong answer",
+         LAST_QUESTION)
+ENDINGS = ("solved", "answered", "wrong answer", "early answer", "no answer", "out of turns", "cut",
+           SOLUTION_FAILED, "ended", "error")
+
+
+def chart(section, kind, title, **content):
+    return {"section": section, "kind": kind, "title": title} | content
+
+
+def rounded(values):
+    return [float(f"{value:.5g}") for value in values]
+
+
+# -----------------------------------------------------------------------------
+# Results
+
+
+def result_charts(results, episodes):
+    """The charts of policies; episodes: policy -> its episodes of all seeds."""
+    sound = {name: [episode for episode in found if not episode["error"]]
+             for name, found in episodes.items()}
+    charts = metric_chart(results) + turn_kinds_chart(sound)
+    if DOMAINS[results["domain"]].open_judge is not None:  # a log does not say how dialogues end
+        endings = {name: [ending(episode) for episode in found]
+                   for name, found in episodes.items()}
+        charts.append(stack("How episodes end, %", "episodes", ENDINGS, endings))
+    return charts + turn_limit_chart(sound, main_metric(results))
+
+
+def metric_chart(results):
+    """The number that decides who won, with its interval; a share has the whole range as axis."""
+    metric = main_metric(results)
+    rows = []
+    for name, policy in results["policies"].items():
+        number = policy["numbers"][metric]
+        if number:
+            # to one decimal, as in the tables: a browser would round a half the other way
+            ends = {key: float(f"{100 * value:.1f}") for key, value in number.items()
+                    if value is not None}
+            rows.append({"name": name} | ends)
+    if not rows:
+        return []
+    least, most = 0, 100
+    if DOMAINS[results["domain"]].open_judge is None:  # rewards of a log can be any number
+        ends = [value for row in rows for value in row.values() if isinstance(value, float)]
+        least, most = min(0, *ends), max(0, *ends)
+    return [chart("results", "bars", f"{heading(metric, results)}, with 95 % intervals", rows=rows,
+                  least=least, most=most)]
+
+
+def stack(title, unit, parts, names):
+    """Bars of shares that add up to 100 %; names: policy -> the part that each of its things is."""
+    counts = {name: Counter(found) for name, found in names.items() if found}
+    shown = [part for part in parts if any(count[part] for count in counts.values())]
+    rows = [{"name": name, "counts": [count[part] for part in shown]}
+            for name, count in counts.items()]
+    return chart("results", "stack", title, unit=unit, parts=shown, rows=rows)
+
+
+def ending(episode):
+    """How an episode ends: one of ENDINGS. Only the embedded world knows an early answer."""
+    if episode["error"]:
+        return "error"
+    if DOMAINS[episode["task"]["domain"]].open_judge is None:
+        return "ended"
+    if episode["success"]:
+        return "solved"
+    if SOLUTION_FAILED in episode["reasons"].values():  # whatever the answer is
+        return SOLUTION_FAILED
+    if lacks_answer(episode):  # the last page counts all the same, a question does not
+        return "out of turns" if episode["success"] is None else "no answer"
+    if episode["dialogue_history"][-1].get("finished") is False:
+        return "cut"
+    if episode["success"] is None:
+        return "answered"
+    credits = episode.get("credits")
+    return "early answer" if credits and credits[-1] == "early answer" else "wrong answer"
+
+
+def turn_kinds_chart(episodes):
+    """What the turns are, in the embedded world, where that is known."""
+    kinds = {name: [kind for episode in found for kind in episode.get("credits") or []]
+             for name, found in episodes.items()}
+    if not any(kinds.values()):
+        return []
+    return [stack("What the turns are, %", "turns", TURNS, kinds)]
+
+
+def turn_limit_chart(episodes, metric):
+    """How many episodes are solved (without success: have ended) after each number of turns."""
+    last = max((episode["turns"] for found in episodes.values() for episode in found), default=0)
+    if last < 2:
+        return []
+    lines = []
+    for name, found in episodes.items():
+        ends = [episode["turns"] for episode in found if episode["success"] in (True, None)]
+        if found:
+            points = [rounded([turn, 100 * sum(end <= turn for end in ends) / len(found)])
+                      for turn in range(1, last + 1)]
+            lines.append({"name": name, "points": points})
+    title = "Solved within so many turns" if metric == "success" else "Ended within so many turns"
+    return [chart("results", "lines", title, lines=lines, x={"title": "turns", "whole": True},
+                  y={"title": "% of episodes", "least": 0, "most": 100})]
+
+
+# -----------------------------------------------------------------------------
+# The critic
+
+AUC_ROWS = {
+    "all": "any two candidates",
+    "question_question": "two questions",
+    "answer_answer": "two answers",
+    "answer_question_known": "answer or question, all is known",
+    "answer_question_unknown": "answer or question, something is unknown",
+}
+
+
+def critic_charts(episodes, training):
+    charts = [found for run in training for found in ranking_chart(run)]
+    return charts + calibration_chart(episodes)
+
+
+def ranking_chart(run):
+    """How often a critic is right on held-out tasks; nothing of a run that trained no critic."""
+    last, rows = run.last, []
+    if "holdout/accuracy" in last:
+        # without an interval, as the pairs of a task are not independent
+        name = "held-out pairs of dialogues"
+        if "holdout/pairs" in last:
+            name += f" ({last['holdout/pairs']:.0f})"
+        rows.append({"name": name, "value": 100 * last["holdout/accuracy"]})
+    for kind, name in AUC_ROWS.items():
+        if f"credit_auc/{kind}" in last:  # toy/credit.py appends them
+            rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
+    if not rows:
+        return []
+    return [chart("critic", "bars", f"{run.name}: the better one ranked higher, %", rows=rows,
+                  least=0, most=100, guide=50, run=run.name)]
+
+
+def calibration_chart(episodes):
+    """Share of truly helpful turns in groups of equal advantage, where true credit is known."""
+    scored = []  # (advantage, whether the turn truly helps)
+    for found in episodes.values():
+        for episode in found:
+            advantages, kinds = finite(episode.get("advantages")), episode.get("credits") or []
+            if len(advantages) == len(kinds):
+                scored += [(advantage, kind in HELPFUL_TURNS)
+                           for advantage, kind in zip(advantages, kinds, strict=True)
+                           if advantage is not None]
+    bins = min(10, len(scored) // 20)
+    if bins < 2:
+        return []
+    groups = numpy.array_split(numpy.array(sorted(scored), float), bins)
+    # without intervals, as the turns of a dialogue are not independent
+    points = [rounded([group[:, 0].mean(), 100 * group[:, 1].mean()]) for group in groups]
+    return [chart("critic", "lines", "Advantage against true credit",
+                  lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
+                  x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
+                  y={"title": "% that truly help", "least": 0, "most": 100})]
+
+
+def finite(values):
+    """The values with None for each NaN and infinity, which JSON does not have."""
+    if values is None:
+        return []
+    return [None if isinstance(value, float) and not math.isfinite(value) else value
+            for value in values]
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+CURVES = {  # metric -> title, unit, factor
+    "train/loss": ("Loss", "nats", 1),
+    "train/accuracy": ("Training pairs ranked right", "%", 100),
+    "train/margin": ("Margin of chosen over rejected", "nats", 1),
+    "train/nll": ("Negative log-likelihood of the chosen side", "nats a token", 1),
+    "train/chosen_reward": ("Implicit reward of the chosen side", "nats", 1),
+    "holdout/accuracy": ("Held-out pairs ranked right", "%", 100),
+    "holdout/loss": ("Held-out loss", "nats", 1),
+    "optim/grad_norm": ("Norm of the gradient", "before clipping", 1),
+}
+DRAWN_CURVES = ("train/loss", "train/accuracy", "train/margin")  # the others fold out
+
+
+def training_charts(run):
+    """A chart for each metric of a run, smoothed; a small last batch weighs as little as it is."""
+    series = defaultdict(list)
+    for row in run.rows:
+        for key in CURVES:
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                series[key].append((row["step"], value, row.get("data/tokens", 1)))
+    charts = []
+    for key, (title, unit, factor) in CURVES.items():
+        if len(series[key]) <= 3:  # one hold-out or two are no curve
+            continue
+        points, window = smoothed(series[key])
+        points = [rounded([step, factor * value]) for step, value in points]
+        step_title = f"step, mean of {window} steps" if window > 1 else "step"
+        charts.append(chart("training", "lines", title,
+                            lines=[{"name": run.name, "points": points}], x={"title": step_title},
+                            y={"title": unit}, run=run.name, folded=key not in DRAWN_CURVES))
+    return charts
+
+
+def smoothed(series):
+    """(points (step, value), steps in a window): weighted means of windows around each step.
+
+    A window spans a twentieth of the steps. At most 200 points remain.
+    """
+    steps, values, weights = numpy.array(series, float).T
+    half = max(1, len(steps) // 40) if len(steps) >= 10 else 0
+    window = numpy.ones(2 * half + 1)
+    means = (numpy.convolve(values * weights, window, "same")
+             / numpy.convolve(weights, window, "same"))
+    kept = numpy.unique(numpy.linspace(0, len(steps) - 1, 200).round().astype(int))
+    return list(zip(steps[kept], means[kept], strict=True)), len(window)

@@ -1,0 +1,68 @@
+"""The pairs of candidates that train_policy.py learns from: as a file, and examples to look at."""
+
+import random
+
+from colbench import read_candidates, state_key
+from runtime.files import write_jsonl
+from runtime.seeds import derive_seed
+from runtime.text import counted
+from train_policy import make_pairs
+
+
+def pairs_of_state(state, pairing, count, seed):
+    """The (chosen, rejected) indices of its candidates, as the trainer draws them."""
+    draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
+    return make_pairs(state["candidates"], state["advantages"], pairing, count, draw)
+
+
+def write_pairs(args):
+    """Pairs in the conversational form of TRL; `finished` says which side was not cut."""
+    states, omitted = read_candidates(args.candidates, ranked=True)
+    rows = []
+    for state in states:
+        for pair in pairs_of_state(state, args.pairing, args.pairs_per_state, args.seed):
+            chosen, rejected = [[{"role": "assistant", "content": state["candidates"][index]}]
+                                for index in pair]
+            rows.append({"prompt": state["messages"], "chosen": chosen, "rejected": rejected,
+                         "finished": [state["finished"][index] for index in pair]})
+    if not rows:
+        raise SystemExit(f"{args.candidates}: found no pair with --pairing {args.pairing}, expected"
+                         " candidates of different advantage; try the other --pairing")
+    write_jsonl(args.output, rows)
+    said = f"{args.output}: {counted(len(rows), 'pair')} of {counted(len(states), 'state')}"
+    if omitted:
+        said += f" ({omitted} more have no advantages)"
+    cut = sum(not all(row["finished"]) for row in rows)
+    if cut:
+        said += (f"; {cut} with a candidate that was cut at the token limit (`finished`): other"
+                 " trainers teach to stop there, so filter these")
+    print(said)
+
+
+def example_pairs(run):
+    """Three of the pairs that a policy learnt from, by the difference of their advantages."""
+    if not run.ranked or not run.ranked.is_file():
+        return []
+    settings = [run.flags[name] for name in ("pairing", "pairs_per_state", "seed")]
+    found = []
+    for state in read_candidates(run.ranked, ranked=True)[0]:
+        for chosen, rejected in pairs_of_state(state, *settings):
+            difference = state["advantages"][chosen] - state["advantages"][rejected]
+            found.append((difference, chosen, rejected, state))
+    if not found:
+        return []
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    examples = []
+    for which, share in (("A wide", 0.1), ("The median", 0.5), ("A narrow", 0.9)):
+        difference, chosen, rejected, state = found[int(share * (len(found) - 1))]
+        task_id, _, turn = state_key(state)
+        examples.append({
+            "run": run.name, "title": f"{which} difference, {difference:.3f}",
+            "where": f"{task_id}, turn {turn + 1}, one of {counted(len(found), 'pair')}",
+            "before": state["messages"],
+            "chosen": candidate(state, chosen), "rejected": candidate(state, rejected)})
+    return examples
+
+
+def candidate(state, index):
+    return {"text": state["candidates"][index], "advantage": state["advantages"][index]}

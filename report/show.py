@@ -1,0 +1,111 @@
+"""Dialogues to read on a terminal: `colbench.py show`."""
+
+import difflib
+import os
+import shutil
+import signal
+import sys
+import textwrap
+
+from colbench import group_by_task, read_episodes
+from runtime.text import counted, harmless
+
+BOLD, FAINT, BLUE, ORANGE, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[34m", "\x1b[33m", "\x1b[0m"
+
+
+def show_command(args):
+    """Print the dialogues of a file task by task, or of one task; its solution comes first."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with the pager
+    sys.stdout.reconfigure(errors="backslashreplace")
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    groups = group_by_task(read_episodes(args.episodes))
+    for task_id in chosen_tasks(groups, args):
+        print_part("task", task_id, BOLD, coloured)
+        print_part("solution", groups[task_id][0]["task"]["ground_truth"], FAINT, coloured)
+        for episode in groups[task_id]:
+            print()
+            for label, text, style in episode_parts(episode):
+                print_part(label, text, style, coloured)
+        print()
+
+
+def chosen_tasks(groups, args):
+    """The task_ids to show: all of them, or the one that the command names."""
+    ids = list(groups)
+    if args.task is None:
+        return ids
+    if args.task in groups:
+        return [args.task]
+    if args.task.isdecimal() and 1 <= int(args.task) <= len(ids):
+        return [ids[int(args.task) - 1]]
+    close = difflib.get_close_matches(args.task, ids, 3, cutoff=0)
+    raise SystemExit(f"{args.episodes}: found no task {args.task!r}, expected a number from 1 to"
+                     f" {len(ids)}, or a task_id such as {', '.join(map(harmless, close))}")
+
+
+def episode_parts(episode):
+    """(label, text, style): the outcome, each message with what is known of it, the tests."""
+    parts = [("episode", outcome_of(episode), BOLD)]
+    turn = 0
+    for message in episode["dialogue_history"]:
+        text = message.get("output") or message["content"]
+        if message["role"] == "assistant":
+            parts += [(f"agent {turn + 1}", text, ""), *turn_notes(episode, turn, message)]
+            turn += 1
+        else:
+            speaker = "human" if message["role"] == "user" else message["role"]
+            parts.append((speaker, text, FAINT))
+    if episode["reasons"]:
+        parts.append(("tests", counted_reasons(episode["reasons"]), BOLD))
+    return parts
+
+
+def outcome_of(episode):
+    """Such as "sample 0 of base: 2 turns, not solved, reward 0.500"."""
+    outcome = f"sample {episode['sample']}"
+    if episode["agent"]:
+        outcome += f" of {episode['agent']}"
+    outcome += f": {counted(episode['turns'], 'turn')}, "
+    if episode["error"]:
+        return f"{outcome}stopped by an error: {episode['error']}"
+    if episode["success"] is not None:
+        outcome += "solved, " if episode["success"] else "not solved, "
+    return f"{outcome}reward {episode['reward']:.3f}"
+
+
+def turn_notes(episode, turn, message):
+    """What the episode carries on an agent turn: the critic's advantage, the toy's true credit."""
+    notes, style = [], FAINT
+    advantages, credits = episode.get("advantages") or [], episode.get("credits") or []
+    if turn < len(advantages) and isinstance(advantages[turn], (int, float)):
+        notes.append(f"advantage {advantages[turn]:+.3f}")
+        style = BLUE if advantages[turn] > 0 else ORANGE
+    if turn < len(credits):
+        notes.append(f"true credit: {credits[turn]}")
+    if message.get("finished") is False:
+        notes.append("cut at the token limit")
+    return [("", f"[{'; '.join(notes)}]", style)] if notes else []
+
+
+def counted_reasons(reasons):
+    """Such as "7 passed; 2 wrong (test3, test5); 1 timed out (test9)"."""
+    tests_of = {}
+    for test, reason in reasons.items():
+        tests_of.setdefault(str(reason), []).append(test)
+    parts = []
+    for reason, tests in tests_of.items():
+        part = f"{len(tests)} {reason}"
+        if len(tests_of) > 1 and reason != "passed":
+            part += f" ({', '.join(tests)})"
+        parts.append(part)
+    return "; ".join(parts)
+
+
+def print_part(label, text, style, coloured):
+    """Print a text beside its label; no line of the text begins where labels do."""
+    start, end = (style, PLAIN) if coloured and style else ("", "")
+    columns = max(40, min(100, shutil.get_terminal_size().columns))
+    for line in harmless(text).split("\n"):
+        for part in textwrap.wrap(line, columns - 10, break_on_hyphens=False) or [""]:
+            print(f"{start}{harmless(label):10s}{part}".rstrip() + end)
+            label = ""

@@ -1,0 +1,100 @@
+"""Training runs: what they are, from their run.json, and how far they are."""
+
+import typing
+from pathlib import Path
+
+from report.charts import training_charts
+from runtime.files import ResumableJsonl
+from runtime.record import read_run
+
+
+class Training(typing.NamedTuple):
+    """A training run: its metrics.jsonl, and what its run.json says."""
+
+    name: str
+    script: str  # "" where there is no record
+    flags: dict
+    rows: list
+
+    @property
+    def last(self):
+        """The last value of each metric."""
+        return {key: value for row in self.rows for key, value in row.items()}
+
+    @property
+    def ranked(self):
+        """The file of ranked candidates that it learns from, if it does."""
+        candidates = self.flags.get("candidates")
+        if self.script != "train_policy.py" or not candidates:
+            return None
+        return Path(candidates)
+
+
+def read_training(name, path):
+    """The run whose metrics these are. One that still writes may end in half a line."""
+    if not Path(path).is_file():
+        raise SystemExit(f"{path}: no such file; expected the metrics.jsonl of a training run,"
+                         " which has one from its first step on")
+    rows = list(ResumableJsonl.whole_rows(path))
+    if not all(isinstance(row.get("step"), int) for row in rows):
+        raise SystemExit(f"{path}: found a line without a step, expected the metrics.jsonl of a"
+                         " training run; give episodes without --metrics")
+    return Training(name, *record_of(Path(path).with_name("run.json")), rows)
+
+
+def record_of(path):
+    """(script, flags) of a run's record; neither where there is no record."""
+    if not Path(path).is_file():
+        return "", {}
+    run = read_run(path)
+    return Path(run.get("script", "")).name, run["flags"]
+
+
+def open_critic(path):
+    """The critic of a directory that train_critic.py or variants/value_critic.py wrote."""
+    script, _ = record_of(Path(path, "run.json"))
+    if script == "value_critic.py":
+        from variants.value_critic import ValueCritic  # with all that shows it pictures
+        return ValueCritic(path)
+    from train_critic import Critic
+    return Critic(path)
+
+
+def training_method(script, flags):
+    """A clause on what a checkpoint is; "" where its record does not say."""
+    if script == "train_critic.py":
+        what = "log-ratio critic"
+    elif script == "value_critic.py":
+        what = "critic with a value head"
+    elif script == "train_policy.py" and flags.get("candidates"):
+        what = "SWEET-RL, which is DPO on pairs of turns that a critic ranked"
+    elif script == "train_policy.py":
+        what = "multi-turn DPO on pairs of whole dialogues"
+    elif script == "sft.py" and flags.get("successes"):
+        what = "rejection fine-tuning on solved dialogues"
+    elif script == "sft.py":
+        what = "supervised fine-tuning on dialogues"
+    else:
+        return ""
+    if flags.get("privileged") == "ground_truth":
+        what += " that sees the solution"
+    return f"{what}, from {short_name(flags['model'])}" if flags.get("model") else what
+
+
+def short_name(model):
+    """A model's name in a sentence: of a path its last part, as other machines lack the rest."""
+    is_path = model.startswith((".", "/")) or model.count("/") > 1
+    return Path(model).name if is_path and "://" not in model else model
+
+
+def training_sentences(training):
+    """How far each run is, for a page without episodes; smoothed, as its curves are."""
+    sentences = []
+    for run in training:
+        parts = [f"step {run.last['step']}" if run.rows else "no step yet"]
+        for curve in training_charts(run):
+            if not curve["folded"]:
+                _, value = curve["lines"][0]["points"][-1]
+                parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']['title']}")
+        sentences.append(f"{run.name}: {', '.join(parts)}.")
+    return sentences

@@ -1,0 +1,178 @@
+"""JSON lines: what is wrong with them is said in a sentence, what is written survives a kill."""
+
+import glob
+import json
+import os
+import re
+from pathlib import Path
+
+
+def read_jsonl(path):
+    """Yield (where, object) for each line; a line that is no JSON object stops with a sentence."""
+    if Path(path).is_dir():
+        names = sorted(file.name for file in Path(path).glob("*.jsonl")
+                       if not file.name.startswith(("candidates", "metrics")))
+        some = ", ".join(str(Path(path, name)) for name in names[:5])
+        advice = f"give one of: {some}" if some else "it holds none"
+        raise SystemExit(f"{path}: found a directory, expected a JSONL file; {advice}")
+    if not Path(path).is_file():
+        raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
+    with open(path, "rb") as file:
+        for line_number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}: line {line_number}"
+            try:
+                row = json.loads(line)
+                if b"\\u" in line:  # half a surrogate pair would break the tokenizer later
+                    json.dumps(row, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:
+                raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON"
+                                 " object") from None
+            if not isinstance(row, dict):
+                raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
+            yield where, row
+
+
+def without_nulls(row):
+    """The fields that a row has: Arrow conversions fill those that it lacks with None."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def expect(row, key, kind, where, optional=False):
+    """row[key], which must be of type `kind`; the message says what was found and expected."""
+    value = row.get(key)
+    if value is None and optional:
+        return None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join(k.__name__ for k in kinds)
+        found = f"'{key}' of type {type(value).__name__}" if key in row else f"no '{key}'"
+        raise SystemExit(f"{where}: found {found}, expected '{key}' of type {names}")
+    return value
+
+
+def check_keys(row, needed, optional, where):
+    """Refuse a row without the `needed` keys, or with a value of another type; key -> type."""
+    for key, kind in needed.items():
+        expect(row, key, kind, where)
+    for key, kind in optional.items():
+        expect(row, key, kind, where, optional=True)
+
+
+def write_atomically(path, text):
+    """Replace `path` in one step, so that a reader or a kill never meets half a file."""
+    temporary = Path(f"{path}.tmp{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk, half a file would be in the way
+        raise
+
+
+def write_jsonl(path, rows):
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+class ResumableJsonl:
+    """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
+
+    `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
+    network file systems cannot append to one file from several machines. The leader merges them: at
+    the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
+    all that earlier runs left, of whatever number of ranks. Rows for which `keep(row)` is false
+    (failed ones) are dropped at the start, to be made again.
+    """
+
+    def __init__(self, path, key, process, keep=lambda row: True):
+        self.path, self.key, self.process = Path(path), key, process
+        self.part = Path(f"{path}.rank{process.rank}")
+        if process.leads:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [row for row in self._usable_rows() if keep(row)]
+            self._merge({key(row): row for row in rows}.values(), self.part)
+        process.barrier()  # nobody reads or appends before the leader has tidied up
+        self.rows = {key(row): row for row in self._usable_rows()}
+        process.barrier()  # nobody appends before all have read
+
+    def append(self, row):
+        line = (json.dumps(row) + "\n").encode()
+        descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            if os.write(descriptor, line) != len(line):
+                raise OSError(f"{self.part}: only part of a line could be written")
+        finally:
+            os.close(descriptor)
+
+    def discard(self, keys):
+        """Remove rows that this process has appended."""
+        if self.part.exists():
+            rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
+            write_jsonl(self.part, [row for row in rows if self.key(row) not in keys])
+
+    def finish(self, order):
+        """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
+
+        The leader gets the rows, other ranks none. A row that is missing is an error.
+        """
+        self.process.barrier()
+        ordered = []
+        if self.process.leads:
+            rows = {self.key(row): row for row in self._usable_rows()}
+            missing = [key for key in order if key not in rows]
+            if missing:
+                raise SystemExit(f"{self.path}: found no row of {missing[0]} ({len(missing)} of"
+                                 f" {len(order)} are missing), expected all; rerun the same command"
+                                 " to make them")
+            ordered = [rows[key] for key in order]
+            self._merge(ordered, self.path)
+        self.process.barrier()
+        return ordered
+
+    @staticmethod
+    def files(path):
+        """The file, and those of the ranks that are not merged yet."""
+        path = Path(path)
+        parts = [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
+                 if re.fullmatch(r"\.rank\d+", file.name.removeprefix(path.name))]
+        return [file for file in (path, *parts) if file.exists()]
+
+    @staticmethod
+    def refuse_unfinished(path):
+        """Stop if the run that makes the file at `path` has not finished it."""
+        unfinished = [file.name for file in ResumableJsonl.files(path) if file != Path(path)]
+        if unfinished:
+            raise SystemExit(f"{path}: found {unfinished[0]} beside it, so the run that makes this"
+                             " file has not finished, expected all of its rows; rerun its command")
+
+    @staticmethod
+    def whole_rows(path):
+        """The rows of all these files, without the half line that a kill left behind."""
+        for file in ResumableJsonl.files(path):
+            for line in file.read_bytes().splitlines():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+
+    def _usable_rows(self):
+        for row in self.whole_rows(self.path):
+            try:
+                self.key(row)
+            except (KeyError, TypeError):
+                continue
+            yield row
+
+    def _merge(self, rows, target):
+        """Write `rows` to `target`, and remove the other files, which they came from."""
+        if rows or self.files(self.path):
+            write_jsonl(target, rows)
+        for file in self.files(self.path):
+            if file != target:
+                file.unlink()

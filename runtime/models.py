@@ -1,0 +1,200 @@
+"""Models and tokenizers from disk: what cannot be opened is named."""
+
+import copy
+import functools
+import gc
+import os
+import sys
+
+import torch
+import transformers
+
+from runtime.lora import (
+    LINEAR_LAYERS, LoraSettings, WithoutMatrices, add_matrices, has_matrices, load_matrices,
+    take_apart)
+from runtime.names import check_checkpoint, why_not_opened
+
+
+def load_tokenizer(path, max_length=None):
+    """A tokenizer; of a model that is to read rows of up to `max_length` tokens alike."""
+    if max_length:
+        refuse_changing_positions(path, max_length)
+    transformers.logging.disable_progress_bar()
+    return load_part(transformers.AutoTokenizer, "the tokenizer", path)
+
+
+def load_config(path):
+    return load_part(transformers.AutoConfig, "config.json", path)
+
+
+def load_part(auto_class, name, path):
+    """A checkpoint's tokenizer or config."""
+    check_checkpoint(path)
+    try:
+        return auto_class.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: could not open {name} ({why_not_opened(path, error)});"
+                         " expected a Hugging Face name or directory") from None
+
+
+def refuse_changing_positions(path, max_length):
+    """Some models encode all positions anew once a batch is longer than a limit.
+
+    A row would then get other log-probs beside a long one than alone, or in the reference pass.
+    """
+    config = load_config(path).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if max_length > limit:
+        raise SystemExit(f"{path}: found --max_length {max_length} with rotary positions of type"
+                         f" {rope['rope_type']}, which change beyond {limit} tokens, expected at"
+                         f" most --max_length {limit}")
+
+
+def default_device():
+    """Where to compute when torchrun has given this process no device."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@functools.cache
+def announce_device(device):
+    """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
+    if os.environ.get("RANK", "0") == "0":
+        name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
+        print(f"computing on {device} ({name})", file=sys.stderr)
+
+
+def compute_dtype(device, dtype=None):
+    """The name of the type that models compute in: `dtype` if given, else by device."""
+    if dtype:
+        return dtype
+    return "float32" if str(device) == "cpu" else "bfloat16"
+
+
+def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, merged=False,
+               **options):
+    """A transformers model, from safetensors only; what cannot be opened is named.
+
+    In bf16, the matrices of a LoRA checkpoint are beside its weights, unless `merged` is true.
+    """
+    import safetensors
+
+    check_checkpoint(path)
+    # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
+    # plans anew for each length
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
+    announce_device(str(device))
+    gc.collect()  # frees what is left of an earlier model before the next one is loaded
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
+    dtype = compute_dtype(device, dtype)
+    apart = dtype == "bfloat16" and has_matrices(path) and not merged
+    try:
+        model, report = model_class.from_pretrained(
+            path, dtype="float32" if apart else dtype, use_safetensors=True,
+            output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
+        raise SystemExit(
+            f"{path}: could not open the model ({type(error).__name__}: {error}); expected a"
+            " complete checkpoint with safetensors weights; train it again or choose another"
+        ) from None
+    # a new value head has no weights yet
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("score."))
+    if missing or report["mismatched_keys"]:
+        first = missing[0] if missing else "a shape"
+        raise SystemExit(
+            f"{path}: weights do not fit config.json (first of them: {first}); expected a"
+            " checkpoint of one architecture; train it again or choose another")
+    if apart:
+        model = take_apart(model, path, torch.bfloat16)
+    return model.to(device)
+
+
+# -----------------------------------------------------------------------------
+# Models to train
+
+
+def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
+    """`args.model` with fp32 weights that compute in `--dtype`, spread over the ranks.
+
+    With --lora_rank, only the matrices and a value head are trained; all else is frozen, in the
+    type that models compute in.
+    """
+    torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
+    dtype = args.dtype if args.lora_rank else "auto"
+    model = load_model(args.model, run.device, auto_class, dtype=dtype, **options)
+    if args.lora_rank:
+        alpha = args.lora_alpha or 2 * args.lora_rank
+        add_matrices(model, LoraSettings(args.lora_rank, alpha, LINEAR_LAYERS))
+        if hasattr(model, "score"):
+            model.score.float().requires_grad_()
+    else:
+        model.float()
+    # transformers gives the pad token's embedding no gradient; where that token is a real one, too
+    # (many models' end of text), it has to learn. Padding never reaches a loss here
+    model.get_input_embeddings().padding_idx = None
+    model.train()
+    shard(model, run, args)
+    return model
+
+
+def shard(model, run, args):
+    """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    layers = model.get_decoder().layers
+    every = args.checkpointing_every
+    if every is None:
+        every = 0 if run.device == "cpu" else 1
+    if every:
+        enable = getattr(model, "activation_checkpointing_enable",  # its newer name
+                         model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = index % every == 0
+    run.process.barrier()  # nodes load at different speeds; from here on, no rank waits long
+    dtype = compute_dtype(run.device, args.dtype)
+    if run.world == 1 and run.device == "cpu" and dtype == "float32":
+        return  # nothing to share, and DTensors would slow small models down
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    mesh = DeviceMesh.from_group(run.process.group, run.device.split(":")[0])
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+# -----------------------------------------------------------------------------
+# Models whose log-probs are compared
+
+
+def open_with_reference(path, base, device=None, dtype=None, lora=False):
+    """(model, reference) to compare: a trained checkpoint, and the model that it started from.
+
+    With LoRA both are one model in memory: without its matrices, the first is the second.
+    """
+    device = device or default_device()
+    reference = load_model(base, device, dtype=dtype, merged=not lora).eval()
+    make_head_exact(reference)
+    if lora:
+        model = load_matrices(reference, path)
+        return model, WithoutMatrices(model)
+    model = load_model(path, device, dtype=dtype).eval()
+    make_head_exact(model)
+    return model, reference
+
+
+def make_head_exact(model):
+    """Let the output layer compute in fp32: some advantages are as small as bf16's rounding."""
+    model.set_output_embeddings(fp32_head(model.get_output_embeddings()))
+
+
+def fp32_head(head):
+    if head.weight.dtype == torch.float32:
+        return head
+    head = copy.deepcopy(head).float()  # a copy, since it may be the input embeddings, too
+    head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+    return head

@@ -1,0 +1,199 @@
+"""A training run besides its method: its processes, its directory, its log, its saved states.
+
+It knows no loss, no pair and no row. A trainer's loop uses it so:
+
+    run = Run(args, inputs, checkpoints=[args.model])
+    steps = run.plan(len(batches))
+    for step in range(run.resume(model, optimizer), steps):
+        for mine, weight in run.share(batch, args.micro_batch_size):
+            ...backward...
+            run.add("train", metrics, weight / len(batch))
+        run.log(step, {...})
+        run.save_state_if_due(step + 1, model, optimizer)
+    run.save(model, tokenizer)
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from runtime.checkpoints import (
+    RESUME, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
+from runtime.files import write_atomically
+from runtime.flags import COST_FLAGS
+from runtime.processes import join_processes
+from runtime.record import claim_output, records
+from runtime.seeds import derive_seed
+
+HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pairs is far above
+
+
+class Run:
+    """`complete`: an earlier run of the same command has left nothing to train."""
+
+    def __init__(self, args, inputs, checkpoints, cost_flags=()):
+        self.process = join_processes(training=True)
+        self.rank, self.world, self.device = (
+            self.process.rank, self.process.world, self.process.device)
+        self.output, self.log_file = Path(args.output), Path(args.output, "metrics.jsonl")
+        self.max_steps, self.save_seconds, self.seed = (
+            args.max_steps, 60 * args.save_minutes, args.seed)
+        claim_output(self.output / "run.json", vars(args), [*inputs, *records(*checkpoints)],
+                     self.process, (*COST_FLAGS, *cost_flags))
+        self.complete = is_complete(self.output, args.max_steps, self.process)
+        self.totals = {}  # name -> weighted sum over what this rank has added since the last log
+        self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step
+        self.planned = self.last = 0  # steps of the whole training, and of this run
+        self.bar = None
+
+    def say(self, text):
+        if self.process.leads:
+            print(text)
+
+    # -------------------------------------------------------------------------
+    # Ranks
+
+    def share(self, batch, size):
+        """Parts of a batch for this rank, `size` entries at most, each with its weight.
+
+        Every rank gets as many parts, since FSDP's ranks meet in every layer; one that has nothing
+        left repeats an entry with weight 0. Otherwise the weight is the number of ranks: FSDP takes
+        the mean of their gradients, and a batch wants the sum.
+        """
+        at_once = size * self.world
+        for start in range(0, len(batch), at_once):
+            part = batch[start:start + at_once]
+            first, last = (len(part) * rank // self.world for rank in (self.rank, self.rank + 1))
+            if first < last:
+                yield part[first:last], self.world
+            else:
+                yield part[:1], 0
+
+    def gather(self, mine):
+        """One dictionary with what all ranks have found."""
+        parts = [None] * self.world
+        torch.distributed.all_gather_object(parts, mine)
+        return {key: value for part in parts for key, value in part.items()}
+
+    @contextlib.contextmanager
+    def scoring(self, model):
+        """Neither gradients nor dropout; afterwards the model is as training needs it.
+
+        FSDP2 keeps gathered weights after a forward, to spare the backward a gather; here comes
+        none.
+        """
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.train()
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+
+    def refuse_other_data(self, data):
+        """Stop if ranks hold different data, from other copies of the input files."""
+        digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+        others = [rank for rank, found in self.gather({self.rank: digest}).items()
+                  if found != self.process.from_leader(digest)]
+        if others:
+            raise SystemExit(f"found other training data on the ranks {others} than on rank 0,"
+                             " expected the same everywhere; give all nodes the same input files"
+                             " and tokenizer")
+
+    # -------------------------------------------------------------------------
+    # Steps
+
+    def plan(self, planned):
+        """The number of steps to take: those `planned`, or fewer with --max_steps."""
+        self.planned, self.last = planned, min(self.max_steps or planned, planned)
+        return self.last
+
+    def resume(self, model, optimizer):
+        """The step to begin with: 0, or where the last saved state of this command ends."""
+        start = load_state(self.output / RESUME, model, optimizer, self.process)
+        if self.process.leads and self.log_file.exists():  # what follows is written again
+            lines = [line for line in self.log_file.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in lines if json.loads(line)["step"] < start]
+            write_atomically(self.log_file, "".join(line + "\n" for line in kept))
+        self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
+        self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar)
+        self._begin(start)
+        return start
+
+    def _begin(self, step):
+        torch.manual_seed(derive_seed(self.seed, step))  # dropout must not depend on resuming
+        self.began = time.perf_counter()
+
+    def add(self, group, metrics, weight):
+        """Add metrics of a part of a batch, name -> (B,), to what `log` writes as group/name."""
+        for name, values in metrics.items():
+            key = f"{group}/{name}"
+            total = weight * values.detach().double().sum()
+            self.totals[key] = self.totals.get(key, 0) + total
+
+    def log(self, step, metrics):
+        """A line of metrics.jsonl, with what was added; numbers that are not finite end the run."""
+        sums = torch.stack(list(self.totals.values()))
+        torch.distributed.all_reduce(sums, group=self.process.group)
+        line = dict(zip(self.totals, (sums / self.world).tolist(), strict=True))
+        self.totals = {}
+        for name, value in metrics.items():
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of FSDP
+            line[name] = float(value)
+        if not all(map(math.isfinite, line.values())):
+            raise SystemExit(f"step {step}: found {line}, expected finite numbers; lower --lr, with"
+                             " a new --output")
+        if self.process.leads:
+            line = {"step": step} | line | {"time/step": time.perf_counter() - self.began}
+            with open(self.log_file, "a") as file:
+                file.write(json.dumps(line) + "\n")
+            shown = {name: f"{line[f'train/{name}']:.3g}" for name in ("loss", "accuracy", "margin")
+                     if f"train/{name}" in line}
+            self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+        self._begin(step + 1)
+
+    def save_state_if_due(self, done, model, optimizer):
+        """Now and then, and where --max_steps ends the run, save what a resumed run needs."""
+        due = time.monotonic() - self.saved >= self.save_seconds
+        due = self.process.from_leader(due, self.process.group)  # the clocks of nodes differ
+        if done == self.last:
+            due = self.last < self.planned
+        if due:
+            save_state(self.output / RESUME, done, model, optimizer, self.process)
+            self.saved = time.monotonic()
+
+    def save(self, model, tokenizer, agent_prompt=None):
+        """A checkpoint that from_pretrained opens; the state of an unfinished run stays."""
+        self.bar.close()
+        save_checkpoint(self.output, model, tokenizer, agent_prompt, self.process)
+        if self.process.leads and self.last == self.planned:
+            if (self.output / RESUME).is_dir():
+                (self.output / RESUME).rename(self.output / f"{RESUME}.done")  # never half a state
+            remove_leftovers(self.output)
+        self.process.barrier()
+        if self.process.leads:
+            print(f"{self.output}: the checkpoint{self._last_metrics()}")
+
+    def _last_metrics(self):
+        """The last step's numbers, and a warning if its margins show that the model hardly moved.
+
+        Accuracy cannot show this: a difference in the last digit is enough to rank all pairs right.
+        """
+        lines = [json.loads(line) for line in self.log_file.read_text().splitlines()]
+        words = f", after {len(lines)} steps"
+        for name, value in lines[-1].items():
+            if name.startswith(("train/", "holdout/")):
+                words += f"; {name} {value:.3g}"
+        margins = [line["train/margin"] for line in lines[-20:] if "train/margin" in line]
+        if margins and abs(sum(margins) / len(margins)) < HARDLY_MOVED:
+            words += ": the model hardly moved; raise --lr, or train for more steps"
+        return words

@@ -1,0 +1,156 @@
+"""Parties of a dialogue that are under a test's control. None of them sleeps."""
+
+import threading
+from concurrent.futures import Future
+
+from collect import Rules, play
+from judge.sandbox import ANSWER_MARKER, Grade
+from speakers.interface import Speaker, SpeakerError, Utterance
+from speakers.pool import elsewhere, gather, run
+from toy.world import toy_tasks
+
+RULES = Rules(agent_prompt="Ask.", human_prompt="Reply.", max_turns=10, reply_chars=400, seed=0)
+TASKS = toy_tasks("toy:backend:train", 40)
+INDEX = {task["task_id"]: index for index, task in enumerate(TASKS)}
+PATIENCE = 30  # seconds until a test fails that waits for ever
+
+
+def within(call, seconds=PATIENCE):
+    """What `call` returns; a failure if it waits for ever."""
+    outcome = Future()
+
+    def carry_out():
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=carry_out, daemon=True).start()
+    return outcome.result(seconds)
+
+
+def index_of(request):
+    return INDEX[request.key[0]]
+
+
+def asker(turns):
+    """An agent's lines: it asks until its last turn, turns(key), and then answers."""
+    def line(request):
+        turn = sum(message["role"] == "assistant" for message in request.messages)
+        if request.key and turn == turns(request.key) - 1:
+            return f"{ANSWER_MARKER} x = {turn}"
+        return f"What about {turn}?"
+
+    return line
+
+
+def human_line(request):
+    return f"Detail {len(request.messages)}."
+
+
+def utterances(line, request):
+    return [Utterance(f"{line(request)}{'+' * index}", True) for index in range(request.n)]
+
+
+class Served(Speaker):
+    """A speaker whose replies come when the test says so."""
+
+    def __init__(self, line, held=lambda request: False):
+        """Requests that are `held` wait for `open`; all others are answered at once."""
+        self.line, self.held = line, held
+        self.asked = []  # requests
+        self.waiting = []
+        self.most = 0  # requests at a time
+        self.in_flight, self.lock, self.opened = 0, threading.Lock(), threading.Event()
+
+    def reply(self, request):
+        with self.lock:
+            self.asked.append(request)
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+        try:
+            with elsewhere():
+                if self.held(request):
+                    self.waiting.append(request)
+                    assert self.opened.wait(PATIENCE)
+                return self.reply_to(request)
+        finally:
+            with self.lock:
+                self.in_flight -= 1
+
+    def open(self):
+        """Answer all requests, and hold none any more."""
+        self.held = lambda request: False
+        self.waiting.clear()
+        self.opened.set()
+
+    def reply_to(self, request):
+        return utterances(self.line, request)
+
+
+class Failing(Served):
+    """It cannot answer some requests, and dies after `lives` requests."""
+
+    def __init__(self, line, fails=lambda request: False, lives=None):
+        super().__init__(line)
+        self.fails, self.lives = fails, lives
+
+    def reply_to(self, request):
+        if self.lives is not None and self.asked.index(request) >= self.lives:
+            self.given_up = "it is down"
+            raise SpeakerError("it is down")
+        if self.fails(request):
+            raise SpeakerError("too long", refused=True)
+        return super().reply_to(request)
+
+
+class Local(Speaker):
+    """A speaker that computes in this process; it writes down its batches."""
+
+    def __init__(self, line, name="", batches=None, note=lambda: None):
+        self.line, self.name, self.note = line, name, note
+        self.batches = [] if batches is None else batches  # (name, size, what `note` found)
+
+    def reply(self, request):
+        return gather(self.speak, request)
+
+    def speak(self, requests):
+        self.batches.append((self.name, len(requests), self.note()))
+        return [utterances(self.line, request) for request in requests]
+
+
+class HeldJudge:
+    """Its grades and pictures wait where `held` says so; all others are there at once."""
+
+    def __init__(self, held=lambda what, task: False):
+        self.held, self.opened = held, threading.Event()
+
+    def wait(self, what, task):
+        if self.held(what, task):
+            assert self.opened.wait(PATIENCE)
+
+    def grade(self, task, answer):
+        self.wait("grade", task)
+        return Grade(1.0, True, {})
+
+    def open(self):
+        """Answer all, and hold none any more."""
+        self.opened.set()
+
+
+def played(agent, human, judge, count, in_flight, last=lambda: None, ended=None):
+    """(the indices of the tasks in the order in which their dialogues end, the episodes).
+
+    `last` is called once all dialogues but one have ended; `ended` is another (number, function).
+    """
+    at = {count - 1: last} | dict([ended] if ended else [])
+    episodes = []
+
+    def iterate():
+        for episode in run(lambda task: play(task, 0, agent, human, judge, RULES), TASKS[:count],
+                           in_flight):
+            episodes.append(episode)
+            at.get(len(episodes), lambda: None)()
+
+    within(iterate)
+    return [INDEX[episode["task"]["task_id"]] for episode in episodes], episodes

@@ -1,0 +1,115 @@
+"""The patches of docs/forks: each applies to a copy of the project, and its command runs.
+
+Run: pytest tests/test_forks.py
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, episode, metrics, write_episodes
+
+README = (ROOT / "docs/forks/README.md").read_text()
+FORKS = dict(re.findall(r"^\| `(\w+)` \|.*\| `(python [^`]+)` \|$", README, re.MULTILINE))
+COPIED = ("*.py", "judge", "runtime", "speakers", "fast", "variants", "toy", "docs/forks")
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """fork(name) -> a copy of the project with the patch applied."""
+    def copy(name):
+        for pattern in COPIED:
+            for path in ROOT.glob(pattern):
+                target = tmp_path / path.relative_to(ROOT)
+                target.parent.mkdir(exist_ok=True)
+                (shutil.copytree if path.is_dir() else shutil.copy)(path, target)
+        subprocess.run(["git", "apply", f"docs/forks/{name}.patch"], cwd=tmp_path, check=True,
+                       env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)})
+        return tmp_path
+
+    return copy
+
+
+def run(command, folder, *more):
+    words = [sys.executable, *shlex.split(command)[1:], *more]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def write_ranked(path):
+    """Two states with candidates of rising advantage."""
+    task = episode("task", 0.0)["task"]
+    with open(path, "w") as file:
+        for turn in range(2):
+            file.write(json.dumps({
+                "task": task, "sample": 0, "turn": turn, "messages": [
+                    {"role": "user", "content": "t"}, *[
+                        {"role": role, "content": "q"} for role in ("assistant", "user")] * turn],
+                "agent_prompt": "", "candidates": [f"what {index}" for index in range(8)],
+                "finished": [True] * 8, "advantages": [0.1 * index for index in range(8)],
+                "ranker": "a test"}) + "\n")
+
+
+def episodes_in(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_table_names_every_patch():
+    assert FORKS.keys() == {path.stem for path in (ROOT / "docs/forks").glob("*.patch")}
+
+
+def test_a_square_root_normaliser_trains_and_is_remembered(fork):
+    folder = fork("sqrt_normaliser")
+    write_episodes(folder / "episodes.jsonl")
+    run(FORKS["sqrt_normaliser"], folder, "--max_steps", "2")
+    flags = json.loads((folder / "critic/run.json").read_text())["flags"]
+    assert flags["normalise"] == "sqrt"
+
+
+@pytest.mark.parametrize("name, first_loss", [("ipo", 25.0), ("hinge", 1.0)])
+def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss):
+    folder = fork(name)
+    write_ranked(folder / "ranked.jsonl")
+    run(FORKS[name], folder, "--nll", "0")
+    assert metrics(folder / name)[0]["train/loss"] == pytest.approx(first_loss, rel=1e-3)
+
+
+def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
+    folder = fork("gap_pairing")
+    write_ranked(folder / "ranked.jsonl")
+    run(FORKS["gap_pairing"], folder)
+    code = ("import random; from train_policy import make_pairs; advantages = [0, 1, 2, 9]; "
+            "print(sorted(make_pairs(list('abcd'), advantages, 'gap', 99, random.Random(0))))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
+                          check=True)
+    assert done.stdout.strip() == "[(3, 0), (3, 1), (3, 2)]"
+
+
+def test_the_lying_human_denies_a_wish_that_it_has(fork):
+    folder = fork("lying_human")
+    run(FORKS["lying_human"], folder)
+    lies = 0
+    for played in episodes_in(folder / "lied.jsonl"):
+        needed, history = played["task"]["toy"]["needed"], played["dialogue_history"]
+        for asked, reply in zip(history[1::2], history[2::2], strict=False):
+            words = set(re.findall(r"[a-z]+", asked["content"].lower()))
+            lies += bool(words & needed.keys()) and reply["content"] == "No wish there."
+    assert lies
+
+
+def test_queries_are_graded_by_their_rows(fork):
+    folder = fork("sql_domain")
+    run(FORKS["sql_domain"], folder)
+    assert {played["reward"] for played in episodes_in(folder / "queries.jsonl")} == {0.0}
+    code = ("from colbench import DOMAINS, JudgeSettings, read_tasks\n"
+            "tasks = read_tasks('docs/forks/sql_tasks.jsonl')\n"
+            "with DOMAINS['sql'].open_judge(JudgeSettings(workers=1)) as judge:\n"
+            "    print([judge.grade(task, task['ground_truth']).reward for task in tasks],\n"
+            "          judge.grade(tasks[0], 'SELECT id FROM orders').reward)\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.stdout.split("\n")[0].startswith("[1.0, 1.0] 0.3"), done.stdout + done.stderr

@@ -1,0 +1,143 @@
+"""Logs in, pairs and advantages out: the commands of docs/logs.md on made-up dialogues.
+
+Run: pytest tests/test_logs.py
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+from commands import record
+from conftest import ROOT, run_script
+
+from colbench import read_episodes
+
+PAGE = (ROOT / "docs/logs.md").read_text()
+
+
+def log_line(**fields):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "which?"}]
+    return {"messages": messages, "reward": 1.0} | fields
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def made_up_logs(path):
+    """Forty dialogues of ten tasks; whoever asks for the number gets a better score."""
+    draw, lines = random.Random(0), []
+    for index in range(40):
+        asks = draw.random() < 0.5
+        question = "Which number?" if asks else "Are you sure?"
+        lines.append({
+            "task": f"ticket-{index // 4}", "ground_truth": f"order {index // 4} was late",
+            "reward": 1.0 if asks else draw.choice([0.0, 0.5]),
+            "messages": [
+                {"role": "system", "content": "You help customers."},
+                {"role": "user", "content": f"Order {index // 4} is lost"},
+                {"role": "assistant", "content": question},
+                {"role": "user", "content": "Hm"},
+                {"role": "assistant", "content": "It comes tomorrow."}]})
+    return write_lines(path, lines)
+
+
+def import_logs(path, check=True):
+    return run_script("colbench.py", "import", path, "--output", f"{path}.episodes", check=check)
+
+
+def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(tmp_path):
+    made_up_logs(tmp_path / "logs.jsonl")
+    shell = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+    script = tmp_path / "commands.sh"
+    script.write_text("set -e\n" + shell)
+    for _, *words in record(script, tmp_path, ["python"], MODEL=str(ROOT / "toy/base")):
+        if words[0].endswith(".py"):
+            words[0] = str(ROOT / words[0])
+        if "--agent" in words:
+            words += ["--max_new_tokens", "8", "--num_candidates", "4"]
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True,
+                              text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "<html" in (tmp_path / "report.html").read_text()
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
+    assert pairs[0]["chosen"][0]["role"] == pairs[0]["rejected"][0]["role"] == "assistant"
+
+    code = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
+    task = read_episodes(tmp_path / "episodes.jsonl")[0]["task"]
+    code += (f"\nprint(len(reward({task!r}, [{{'role': 'user', 'content': 'x'}}],"
+             " ['Which number?', 'no'])))\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+    assert done.stdout.strip() == "2", done.stderr[-2000:]
+
+
+def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_path):
+    messages = [{"role": role, "content": role[0] * 2} for role in (
+        "system", "user", "assistant", "assistant", "tool", "assistant")]
+    path = write_lines(tmp_path / "log", [log_line(messages=messages, reward=-2.5, task=7)])
+    import_logs(path)
+    episode, = read_episodes(f"{path}.episodes")
+    assert episode["agent_prompt"] == "ss" and episode["turns"] == 3
+    assert [m["role"] for m in episode["dialogue_history"]] == [m["role"] for m in messages[1:]]
+    assert (episode["reward"], episode["success"]) == (-2.5, None)
+    assert episode["task"]["task_id"] == "7"
+
+
+def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
+    path = write_lines(tmp_path / "log", [
+        log_line(task="a", ground_truth="x"), log_line(task="a", ground_truth="y", reward=0.0)])
+    import_logs(path)
+    episodes = read_episodes(f"{path}.episodes")
+    assert [episode["sample"] for episode in episodes] == [0, 1]
+    assert [episode["task"]["ground_truth"] for episode in episodes] == ["x", "y"]
+
+
+def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
+    path = write_lines(tmp_path / "log", [log_line(task=name) for name in "abc"])
+    assert "none can be compared" in import_logs(path).stdout
+    done = run_script("train_critic.py", "--episodes", f"{path}.episodes", "--model",
+                      ROOT / "toy/base", "--output", tmp_path / "critic", "--pairs", "all",
+                      check=False)
+    assert "every task has one episode alone" in done.stderr
+
+
+@pytest.mark.parametrize("line, found", [
+    (log_line(reward=float("nan")), "reward nan"),
+    (log_line(reward="good"), "reward 'good'"),
+    ({"messages": log_line()["messages"]}, "reward None"),
+    ({"reward": 1, "text": "hi"}, "the keys reward, text"),
+    (log_line(messages=[]), "no list of messages"),
+    (log_line(messages=[{"role": "user", "content": "hi"}]), "no assistant message"),
+    (log_line(messages=log_line()["messages"][::-1]), "before the first user message"),
+    (log_line(messages=[{"role": "user", "content": None}]), "messages[0] of role user without"),
+    (log_line(messages=["hi"], task=[]), "messages[0] without a role"),
+])
+def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_written(
+        line, found, tmp_path):
+    path = write_lines(tmp_path / "log", [log_line(), line])
+    done = import_logs(path, check=False)
+    assert done.returncode and "line 2: found" in done.stderr and found in done.stderr
+    assert "expected at least {" in done.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log"]
+
+
+@pytest.mark.parametrize("text", ["", '{"messages": ['])
+def test_an_empty_file_and_half_a_line_are_sentences(text, tmp_path):
+    path = tmp_path / "log"
+    path.write_text(text)
+    done = import_logs(path, check=False)
+    assert "found" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_nobody_can_play_a_log(tmp_path):
+    path = write_lines(tmp_path / "tasks", [
+        {"domain": "logged", "problem_description": "hi", "ground_truth": "x"}])
+    done = run_script("collect.py", "--tasks", path, "--agent", "scripted", "--human", "scripted",
+                      "--output", tmp_path / "out", check=False)
+    assert "logged" in done.stderr and "expected" in done.stderr

@@ -1,0 +1,279 @@
+"""The threads behind a rollout: batches, waits, early ends; nothing ever hangs.
+
+Run: pytest tests/test_pool.py
+"""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+from conftest import ROOT
+
+from speakers.pool import elsewhere, gather, run
+
+
+def within(seconds, call):
+    """What `call` returns or raises; a failure if it hangs."""
+    outcome = Future()
+
+    def carry_out():
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=carry_out, daemon=True).start()
+    return outcome.result(seconds)
+
+
+def results(function, jobs, size, seconds=20):
+    return within(seconds, lambda: sorted(run(function, jobs, size)))
+
+
+class Model:
+    """Doubles numbers, and notes its batches and the threads that it computed in."""
+
+    def __init__(self):
+        self.batches, self.threads = [], set()
+
+    def double(self, numbers):
+        self.batches.append(sorted(numbers))
+        self.threads.add(threading.current_thread())
+        return [2 * number for number in numbers]
+
+
+def threads_left(before, seconds=5):
+    """The threads that are still there after a while, and were not there before."""
+    deadline = time.monotonic() + seconds
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return set(threading.enumerate()) - before
+
+
+# -----------------------------------------------------------------------------
+# Batches
+
+
+def test_results_come_as_jobs_end_and_so_many_run_at_a_time():
+    together, most, lock = [], [], threading.Lock()
+
+    def job(number):
+        with lock:
+            together.append(number)
+            most.append(len(together))
+        time.sleep(0.002)
+        with lock:
+            together.remove(number)
+        return number
+
+    assert results(job, range(40), 5) == list(range(40))
+    assert max(most) == 5
+
+
+def test_all_that_ask_a_model_are_one_batch_in_the_thread_that_iterates():
+    model, iterating = Model(), []
+
+    def iterate():
+        iterating.append(threading.current_thread())
+        return list(run(lambda number: gather(model.double, number), range(12), 4))
+
+    assert sorted(within(20, iterate)) == [2 * number for number in range(12)]
+    assert [len(batch) for batch in model.batches] == [4, 4, 4]
+    assert model.threads == set(iterating)
+
+
+def test_a_batch_waits_for_no_job_that_waits_elsewhere():
+    model, released = Model(), threading.Event()
+
+    def job(number):
+        if number == 0:
+            with elsewhere():
+                assert released.wait(10)
+        answer = gather(model.double, number)
+        if number == 5:
+            released.set()
+        return answer
+
+    assert results(job, range(6), 3) == [0, 2, 4, 6, 8, 10]
+    assert model.batches[0] == [1, 2] and [0] in [batch[:1] for batch in model.batches[2:]]
+
+
+def test_the_model_that_most_jobs_ask_computes_first():
+    few, many = Model(), Model()
+    order = []
+
+    def noted(name, model):
+        return lambda numbers: order.append((name, len(numbers))) or model.double(numbers)
+
+    ask = {True: noted("many", many), False: noted("few", few)}
+    results(lambda number: gather(ask[number > 1], number), range(5), 5)
+    assert order == [("many", 3), ("few", 2)]
+
+
+def test_without_a_run_a_model_computes_at_once_and_elsewhere_does_nothing():
+    model = Model()
+    with elsewhere():
+        pass
+    assert gather(model.double, 4) == 8
+    assert model.batches == [[4]] and model.threads == {threading.current_thread()}
+
+
+def test_a_model_may_be_asked_while_a_job_is_elsewhere_and_waits_may_be_nested():
+    model = Model()
+
+    def job(number):
+        with elsewhere(), elsewhere():
+            return gather(model.double, number)
+
+    assert results(job, range(20), 4) == [2 * number for number in range(20)]
+
+
+# -----------------------------------------------------------------------------
+# Early ends
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["job", "model", "elsewhere"])
+def test_what_a_job_or_a_model_raises_is_raised_by_the_run_and_no_thread_is_left(error, where):
+    before = set(threading.enumerate())
+    done = []
+
+    def compute(numbers):
+        if where == "model" and done:
+            raise error("broken")
+        return numbers
+
+    def job(number):
+        if number == 7 and where == "elsewhere":
+            with elsewhere():
+                raise error("broken")
+        if number == 7 and where == "job":
+            raise error("broken")
+        with elsewhere():
+            time.sleep(0.001)
+        gather(compute, number)
+        done.append(number)
+        return gather(compute, number)
+
+    with pytest.raises(error, match="broken"):
+        within(20, lambda: list(run(job, range(50), 8)))
+    assert not threads_left(before)
+
+
+def test_a_reader_that_stops_early_ends_the_jobs_and_they_do_nothing_more():
+    before, went_on = set(threading.enumerate()), []
+
+    def job(number):
+        if number == 0:
+            return number
+        with elsewhere():
+            time.sleep(0.05)
+        went_on.append(number)
+        return number
+
+    assert within(20, lambda: next(run(job, range(8), 8))) == 0
+    assert not threads_left(before)
+    assert went_on == []
+
+
+def test_an_error_among_the_jobs_that_are_to_come_is_raised_too():
+    def jobs():
+        yield from range(6)
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        results(lambda number: gather(list, number), jobs(), 4)
+
+
+def test_ctrl_c_ends_a_run_at_once_whatever_it_waits_for():
+    program = """if True:
+        import threading, time
+        from speakers.pool import elsewhere, run
+        def job(number):
+            with elsewhere():
+                print("waiting", flush=True)
+                time.sleep(600)
+        list(run(job, [1], 1))"""
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=20)
+    assert errors.strip().endswith("KeyboardInterrupt")
+
+
+# -----------------------------------------------------------------------------
+# Stress
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mix_of_models_waits_and_failures_gives_every_job_its_own_answers(seed, size):
+    first, second = Model(), Model()
+    before = set(threading.enumerate())
+
+    def job(number):
+        draw, total = random.Random(seed * 1000 + number), 0
+        for _ in range(draw.randrange(6)):
+            kind = draw.choice(["first", "second", "wait", "no wait", "failure"])
+            if kind == "wait":
+                with elsewhere():
+                    time.sleep(draw.random() * 0.004)
+            elif kind == "no wait":
+                with elsewhere():
+                    pass
+            elif kind == "failure":
+                try:
+                    with elsewhere():
+                        raise OSError
+                except OSError:
+                    total += 1
+            else:
+                model = first if kind == "first" else second
+                answer = gather(model.double, number)
+                assert answer == 2 * number
+                total += answer
+        return number, total
+
+    count = 300
+    found = results(job, range(count), size)
+    assert [number for number, _ in found] == list(range(count))
+    assert len(first.threads | second.threads) == 1
+    assert all(len(batch) <= size for batch in first.batches + second.batches)
+    assert not threads_left(before)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_that_end_at_random_moments_hang_nowhere_and_leave_no_thread(seed):
+    before, draw = set(threading.enumerate()), random.Random(seed)
+    fatal = draw.randrange(60)
+    kind = draw.choice(["job", "model", "reader"])
+
+    def compute(numbers):
+        if kind == "model" and fatal in numbers:
+            raise SystemExit("fatal")
+        return numbers
+
+    def job(number):
+        mine = random.Random(number)
+        for _ in range(mine.randrange(1, 5)):
+            if mine.random() < 0.5:
+                with elsewhere():
+                    time.sleep(mine.random() * 0.002)
+            gather(compute, number)
+        if kind == "job" and number == fatal:
+            raise SystemExit("fatal")
+        return number
+
+    def read():
+        for number in run(job, range(60), draw.choice([1, 8, 32])):
+            if kind == "reader" and number == fatal:
+                raise SystemExit("fatal")
+
+    with pytest.raises(SystemExit, match="fatal"):
+        within(20, read)
+    assert not threads_left(before)

@@ -1,0 +1,155 @@
+r"""What the base policies of the embedded worlds are made of: runs/make_toy_base.sh.
+
+    python toy/make_base.py model EPISODES.jsonl... --output DIR
+    python toy/make_base.py inform EPISODES.jsonl --output INFORMED.jsonl
+
+`model` writes a checkpoint of random weights, with a tokenizer of the words in the episodes.
+`inform` puts the solution in front of each episode's request, as the critic reads it. From such
+dialogues variants/sft.py teaches a tiny model to read a solution in its context, as a pretrained
+one can from the start.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from colbench import load_episodes, read_episodes
+from runtime.files import write_jsonl
+
+# -----------------------------------------------------------------------------
+# The model
+
+
+def toy_model(tokenizer, seed):
+    """A Llama of 0.6 to 0.8 million random parameters for the toy's tokenizer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+# -----------------------------------------------------------------------------
+# The tokenizer
+
+# The answer's marker, a line of code and a tag are one token each, so that an answer has about as
+# many tokens as a question.
+TOKEN_PATTERN = "|".join([
+    r" ?I WANT TO ANSWER:",
+    r"\n(?:def |    )[^\n]+",
+    r"\s?<[^>]*>",
+    r"\n *\S+",
+    r" ?[^\s?.:]+",
+    r"[?.:]",
+    r"\s+",
+])
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'system' %}"
+    "{{ '<once>' if 'you send one message' in m['content'] | lower else '' }}"
+    "{% else %}"
+    "{{ '<agent>' if m['role'] == 'assistant' else '<human>' }}{{ m['content'] }}<end>"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<agent>{% endif %}"
+)
+
+
+def toy_tokenizer(episodes):
+    """A tokenizer with the words of the episodes' solutions and messages.
+
+    Of the system message, its chat template keeps only whether the agent may send one message.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2304,
+        special_tokens=["<end>", "<human>", "<agent>", "<once>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts_to_read(episodes), trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>"
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def texts_to_read(episodes):
+    """Every text that a model of these episodes reads: the notes on solutions, the messages."""
+    from train_critic import SOLUTION_NOTE  # late: toy/ stands below the scripts
+
+    for episode in episodes:
+        yield SOLUTION_NOTE.format(solution=episode["task"]["ground_truth"])
+        for message in episode["dialogue_history"]:
+            yield message.get("output") or message["content"]
+
+
+# -----------------------------------------------------------------------------
+# Commands
+
+
+def model_command(args):
+    """Write a model of random weights and its tokenizer."""
+    transformers.logging.disable_progress_bar()
+    episodes, _ = load_episodes(args.episodes)
+    tokenizer = toy_tokenizer(episodes)
+    model = toy_model(tokenizer, args.seed)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    print(f"{args.output}: {model.num_parameters():,} random weights, {len(tokenizer):,} tokens")
+
+
+def inform_command(args):
+    """Write the episodes with the solution in front of the request."""
+    from train_critic import critic_messages  # late, as above
+
+    informed = []
+    for episode in read_episodes(args.episodes):
+        history = critic_messages(episode["task"], episode["dialogue_history"])
+        informed.append(episode | {"dialogue_history": history})
+    write_jsonl(args.output, informed)
+    print(f"{args.output}: {len(informed)} episodes, each with its solution in front")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    model = commands.add_parser("model", help="a tiny model of random weights, and its tokenizer")
+    model.add_argument("episodes", nargs="+", help="episodes whose words the tokenizer knows")
+    model.add_argument("--output", required=True, help="checkpoint directory to write")
+    model.add_argument("--seed", type=int, default=0, help="of the weights")
+    model.set_defaults(command=model_command)
+    inform = commands.add_parser("inform", help="episodes that show their solution first")
+    inform.add_argument("episodes", help="file of episodes")
+    inform.add_argument("--output", required=True, help="FILE.jsonl to write")
+    inform.set_defaults(command=inform_command)
+    args = parser.parse_args(argv)
+    args.command(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+r"""Best of N: at each turn the agent's best of N candidates is said (the paper's Figure 3a).
+
+  1. The agent is sampled `--n` times in the state before its turn.            BestOfN.reply
+  2. A critic chooses one of them,                                             CriticChoice
+     or a grader model, which reads all at once.                               GraderChoice
+
+    python variants/best_of_n.py --n 16 --critic critic --tasks toy:backend:test --num_tasks 200 \
+        --agent toy/base --output best16.jsonl
+    python variants/best_of_n.py --n 4 --critic grader:http://localhost:8000/v1 \
+        --critic_model meta-llama/Llama-3.1-70B-Instruct --tasks test.jsonl --agent policy \
+        --human http://localhost:8000/v1 --human_model meta-llama/Llama-3.1-70B-Instruct \
+        --output graded4.jsonl
+
+All other flags are collect.py's. Reads tasks and a critic; writes episodes as collect.py does, with
+`best_of_n` and `scorer` noted in each. A critic that sees the solution makes this an upper bound,
+and no way to serve a policy.
+
+To choose in another way, add a class with a method `best`, and name it in `open_choice`.
+
+Differences from the paper: it says neither how a tie is broken (here: the first candidate) nor what
+becomes of a state that is too long for the critic (here: the first candidate).
+"""
+
+import math
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from collect import collect_episodes, collect_parser, open_agent, report
+from collect import parse_args as check_args
+from colbench import without_thoughts
+from runtime.names import check_spec, is_server
+from runtime.processes import join_processes, launch
+from runtime.record import read_flags, read_run
+from speakers import load_speaker
+from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
+from speakers.pool import gather
+
+GRADER = "grader:"  # in front of a speaker, as --critic names it
+
+
+class BestOfN(Speaker):
+    """An agent that says the best of n candidates."""
+
+    def __init__(self, agent, choice, n):
+        self.agent, self.choice, self.n = agent, choice, n
+
+    def reply(self, request):
+        """One Utterance: the best."""
+        candidates = self.agent.reply(request._replace(n=self.n))
+        return [candidates[self.choice.best(request, candidates)]]
+
+    @property
+    def given_up(self):
+        return self.agent.given_up or self.choice.given_up
+
+    def count_tokens(self, texts):
+        return self.agent.count_tokens(texts)
+
+
+class CriticChoice:
+    """The candidate of the greatest advantage."""
+
+    given_up = None
+
+    def __init__(self, critic):
+        self.critic = critic
+
+    def best(self, request, candidates):
+        """Its index; 0 where the state is too long for the critic."""
+        texts = [candidate.text for candidate in candidates]
+        finished = [candidate.finished for candidate in candidates]
+        # a critic computes where models do
+        advantages = gather(self.advantages, (request.task, request.messages, texts, finished))
+        if advantages is None:
+            return 0
+        # an empty message must never win, whatever the advantage of its end-of-turn token is
+        advantages = [value if text.strip() else -math.inf
+                      for text, value in zip(texts, advantages, strict=True)]
+        return advantages.index(max(advantages))
+
+    def advantages(self, states):
+        return [self.critic.advantages(*state) for state in states]
+
+
+class GraderChoice:
+    """The candidate that a language model names, which reads all of them at once."""
+
+    def __init__(self, speaker):
+        self.speaker = speaker
+
+    @property
+    def given_up(self):
+        return self.speaker.given_up
+
+    def best(self, request, candidates):
+        """Its index; 0 if the model names none."""
+        dialogue = "\n".join(f"{message['role']}: {message['content']}"
+                             for message in request.messages)
+        listed = "\n".join(f"[{number}] {candidate.text}"
+                           for number, candidate in enumerate(candidates, 1))
+        question = (
+            f"An assistant and a user talk:\n{dialogue}\n\n"
+            f"Candidates for the assistant's next message:\n{listed}\n\n"
+            "Which candidate brings the user's task furthest? Reply with its number alone."
+        )
+        try:
+            answer = self.speaker.reply(Request([{"role": "user", "content": question}]))
+        except SpeakerError as error:  # the first candidate would pass for the best of N
+            raise SpeakerError(f"grader: {error}") from None
+        said = without_thoughts(answer[0].text)
+        if said is None:
+            raise SpeakerError("grader: found thoughts that never end, expected a number after"
+                               " them; turn the model's thinking off")
+        number = re.search(r"\d+", said)
+        if number and 1 <= int(number[0]) <= len(candidates):
+            return int(number[0]) - 1
+        return 0
+
+
+# -----------------------------------------------------------------------------
+# The run
+
+
+def main(args):
+    if args.critic.startswith(GRADER):
+        check_spec(args.critic.removeprefix(GRADER))
+    else:
+        critic_script(args.critic)
+    process = join_processes()
+    notes = {"best_of_n": args.n, "scorer": args.critic}
+    episodes = collect_episodes(args, process, open_best_of_n, notes)
+    if process.leads:
+        report(episodes, args)
+
+
+def open_best_of_n(args, process):
+    agent = open_agent(args, process)
+    if args.n == 1:
+        return agent
+    return BestOfN(agent, open_choice(args, process), args.n)
+
+
+def open_choice(args, process):
+    if args.critic.startswith(GRADER):
+        settings = SpeakerSettings(args.critic_model, 0.0, 16, args.batch_size, process.device,
+                                   args.dtype)
+        return GraderChoice(load_speaker(args.critic.removeprefix(GRADER), "grader", settings))
+    if critic_script(args.critic) == "train_critic.py":
+        from train_critic import Critic
+    else:
+        from variants.value_critic import ValueCritic as Critic
+    return CriticChoice(Critic(args.critic, process.device, args.dtype))
+
+
+def critic_script(path):
+    """The script that trained the critic."""
+    read_flags(path, ("privileged", "max_length"))
+    script = read_run(Path(path, "run.json"))["script"]
+    if script not in ("train_critic.py", "value_critic.py"):
+        raise SystemExit(f"{path}: found what {script} wrote, expected a critic of train_critic.py"
+                         " or variants/value_critic.py, or grader:SPEC")
+    return script
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+def parse_args(argv=None):
+    parser = collect_parser(__doc__)
+    parser.add_argument("--n", type=int, required=True, help="candidates of each turn")
+    parser.add_argument("--critic", required=True, help="a critic's checkpoint directory, or"
+                        " grader:SPEC, a language model named as --agent is")
+    parser.add_argument("--critic_model", help="model name to ask a grader's server for")
+    parser.bounds["n"] = (1, math.inf)
+    parser.needs["n"] = "tasks"
+    args = check_args(argv, parser)
+    if not is_server(args.critic.removeprefix(GRADER)):
+        parser.refuse_ignored(args, ["critic_model"],
+                              f"because {args.critic} is not the address of a server")
+    return args
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())

@@ -1,0 +1,116 @@
+r"""Supervised training on dialogues: with --successes, rejection fine-tuning (the paper's Table 2).
+
+  1. Episodes are read as the agent sees them; with --successes only those that succeeded.
+  2. The loss is the negative log-likelihood of the agent's tokens.        supervised_objective
+
+    python variants/sft.py --episodes episodes.jsonl --successes --model toy/base --output rft
+    python variants/sft.py --episodes demonstrations.jsonl --model MODEL --output warm_start
+
+Reads episodes (collect.py; `--agent scripted` plays demonstrations in an embedded world). Writes a
+checkpoint that from_pretrained opens, run.json and metrics.jsonl.
+
+Difference from the paper: none known; it says neither which dialogues count as successes (here:
+all tests passed; a page: a similarity of 0.9) nor how tokens are weighted (here: all alike).
+"""
+
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from colbench import custom_prompt, load_episodes, succeeded
+from runtime.flags import SMALLEST, flag_parser, machine_flags
+from runtime.models import load_tokenizer, open_to_train
+from runtime.processes import launch
+from runtime.training import Run
+from train_policy import (
+    dialogue_row, last_turn_start, learning_rate, plan_batches, turn_logprobs)
+
+
+def supervised_objective(model, rows, mean_tokens):
+    """Negative log-likelihood over the mean number of agent tokens of a dialogue: name -> (R,).
+
+    Every token thus has the same weight. A mean over each dialogue's own tokens would teach more
+    from short ones, and with them to stop early.
+    """
+    logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
+    return {"loss": -logprobs.sum(1) / mean_tokens}
+
+
+def main(args):
+    if args.packed:  # equal rows once, logits in parts: fast/packed.py
+        global turn_logprobs
+        from fast.packed import turn_logprobs
+    run = Run(args, args.episodes, checkpoints=[args.model])
+    if run.complete:
+        return
+    tokenizer = load_tokenizer(args.model, args.max_length)
+    episodes, failed = load_episodes(args.episodes)
+    chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
+    rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
+    too_long = rows.count(None)
+    rows = [row for row in rows if row]
+    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
+            f" {too_long} are longer than --max_length {args.max_length}")
+    if not rows:
+        raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
+                         f" {'a success' if args.successes else 'one'} of at most --max_length"
+                         f" {args.max_length} tokens; a model that never succeeds has none: give"
+                         " demonstrations, without --successes")
+    run.refuse_other_data([row.ids for row in rows])
+    mean_tokens = sum(turn >= 0 for row in rows for turn in row.turn_index) / len(rows)
+
+    model = open_to_train(args, run)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                  fused=run.device != "cpu")
+    batches = plan_batches([rows], args.epochs, args.batch_size, "pairs", args.seed)
+    steps = run.plan(len(batches))
+    for step in range(run.resume(model, optimizer), steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, len(batches), args.lr)
+        batch = sorted(batches[step], key=last_turn_start)
+        for mine, weight in run.share(batch, args.micro_batch_size):
+            metrics = supervised_objective(model, mine, mean_tokens)
+            (weight * metrics["loss"].sum() / len(batch)).backward()
+            run.add("train", metrics, weight / len(batch))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
+        run.save_state_if_due(step + 1, model, optimizer)
+    run.save(model, tokenizer, custom_prompt(chosen))
+
+
+BOUNDS = {  # flag -> (least, below)
+    "max_length": (1, math.inf), "lr": (0, math.inf), "epochs": (1, math.inf),
+    "batch_size": (1, math.inf), "max_norm": (SMALLEST, math.inf), "seed": (0, 2**63),
+}
+
+
+def parse_args(argv=None):
+    parser = flag_parser(__doc__, BOUNDS)
+    parser.add_argument("--episodes", nargs="+", required=True, help="episode files")
+    parser.add_argument("--successes", action="store_true",
+                        help="learn from successful episodes alone: rejection fine-tuning")
+    parser.add_argument("--model", required=True, help="model to start from")
+    parser.add_argument("--output", required=True, help="checkpoint directory to write")
+    parser.add_argument("--max_length", type=int, default=8192,
+                        help="tokens of a dialogue; a longer one loses its oldest turns, and is"
+                        " omitted if the last does not fit")
+    # the defaults are the paper's Table 5
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, default=4, help="passes over the dialogues")
+    parser.add_argument("--batch_size", type=int, default=32,
+                        help="dialogues per step over all processes")
+    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
+    parser.add_argument("--seed", type=int, default=0, help="of data order")
+    machine_flags(parser)
+    args = parser.parse_args(argv)
+    return args
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())

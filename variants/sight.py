@@ -1,0 +1,114 @@
+"""What the value critic of pages sees with: the paper's frontend critic is a vision-language model.
+
+It reads a screenshot of the solution before the request, and has a regression head on the outcome.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from colbench import DOMAINS, first_request, image_part
+from judge.browser import Browser
+from judge.pages import solution_page
+from runtime.models import load_config
+from speakers.vision import load_processor, picture_inputs
+from train_critic import critic_messages
+
+
+class Sight:
+    """What a vision-language critic reads with: its processor, and a browser for solution pages.
+
+    `privileged` is the critic's flag. The browser opens with the first page: functions, and a
+    critic that sees no solution, need none.
+    """
+
+    def __init__(self, path, privileged):
+        self.processor, self.privileged = load_processor(path), privileged
+        self.browser = None
+        self.draw = functools.cache(self._draw)  # draws every solution page once
+        # rows of a task, and candidates of a state, come one after the other: few are enough
+        self.read = functools.lru_cache(8)(self._read)
+
+    def opening_reader(self, task, messages):
+        """A function without arguments that gives the model's inputs up to the first request.
+
+        They show the solution before the request. Rows keep the function and not its result: the
+        pixels of all tasks at once would fill the memory.
+        """
+        opening = messages[:first_request(messages) + 1]
+        # tuples and texts, which a cache can look up
+        opening = tuple((message["role"], message["content"]) for message in opening)
+        return functools.partial(self.read, task["domain"], task["ground_truth"], opening)
+
+    def _read(self, domain, solution, opening):
+        messages = [{"role": role, "content": content} for role, content in opening]
+        picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
+        if self.privileged == "ground_truth" and DOMAINS[domain].pages:
+            picture = self.draw(solution_page(solution))
+        task = {"domain": domain, "ground_truth": solution}
+        part = image_part(picture) if picture else None
+        seen = critic_messages(task, messages, self.privileged, part)
+        return picture_inputs(self.processor, [seen])
+
+    def _draw(self, page):
+        if self.browser is None:
+            self.browser = Browser()
+        return self.browser.picture(page)
+
+
+def vision_value_class(path):
+    """A vision-language checkpoint's class, with a value head in place of the language head.
+
+    Its logits are (R, T, 1), as those of a text model with such a head.
+    """
+    from transformers.modeling_outputs import TokenClassifierOutput
+
+    config = load_config(path)
+    base = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+
+    class VisionValue(base):
+        _tied_weights_keys = None
+
+        def __init__(self, config):
+            super().__init__(config)
+            del self.lm_head
+            self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1)
+            self.post_init()
+
+        def forward(self, **inputs):
+            hidden = self.model(**inputs).last_hidden_state  # (R, T, D)
+            if "pixel_values" not in inputs:
+                hidden = hidden + zero_with_gradients(self.parameters_of_vision())
+            return TokenClassifierOutput(logits=self.score(hidden))
+
+        def parameters_of_vision(self):
+            decoder = {id(parameter) for parameter in self.get_decoder().parameters()}
+            return [parameter for parameter in self.model.parameters()
+                    if id(parameter) not in decoder]
+
+    # transformers looks up by these names how a checkpoint spells its weights
+    VisionValue.__name__, VisionValue.__module__ = base.__name__, base.__module__
+    return VisionValue
+
+
+def zero_with_gradients(parameters):
+    """0, with a gradient of 0 for each of `parameters`.
+
+    Data-parallel ranks sum the gradients that they have, weight by weight, so all must have the
+    same ones. A row without a picture does not use the vision encoder; added to its result, this
+    zero gives the encoder's weights gradients all the same.
+    """
+    return 0.0 * sum(parameter.sum() for parameter in parameters)
+
+
+def forward_seen(model, ids, input_ids, attention_mask, **seen):
+    """One row with the pictures of its opening `input_ids`; the model finds their positions."""
+    ids = ids.clone()
+    later = ids[:, input_ids.shape[1]:]  # a view
+    later[later == model.config.image_token_id] = 0  # an agent that spells it out shows no picture
+    for name, values in seen.items():
+        if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
+            seen[name] = F.pad(values, (0, later.shape[1]))
+    return model(input_ids=ids, use_cache=False, **seen)

@@ -1,0 +1,368 @@
+r"""A critic with a value head: the regression head of the paper's Table 3, its critic of pages.
+
+  1. Pairs and held-out tasks are those of train_critic.py.
+  2. Each turn predicts the outcome of its dialogue: a linear head at the mean
+     state of all tokens up to the turn's end.                                turn_values
+  3. The loss is the cross-entropy with the outcome, 0 or 1; of a page, with
+     its reward.                                                              value_objective
+  4. A candidate's value stands for its advantage in ranked.jsonl.            ValueCritic, rank
+
+    python variants/value_critic.py --episodes episodes.jsonl --model toy/base --output value \
+        --lr 1e-4 --candidates candidates.jsonl
+    python variants/value_critic.py --episodes pages.jsonl --pairs all --margin 0.1 \
+        --model Qwen/Qwen2-VL-7B-Instruct --output value --candidates candidates.jsonl
+
+A vision-language --model sees a screenshot of the solution in place of its text. Zero means even
+odds of success, so rank pages or functions with `--pairing halves`, which compares values alone.
+Letters in shapes: B pairs, R rows, S turns, T tokens.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+import typing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from colbench import (
+    agent_view, encode_candidates, encode_dialogue, encode_within, first_request, group_by_task,
+    load_episodes, read_candidates, state_key)
+from runtime.flags import SMALLEST, flag_parser, machine_flags
+from runtime.models import (
+    default_device, fp32_head, load_model, load_tokenizer, open_to_train,
+    refuse_changing_positions)
+from runtime.processes import join_processes, launch
+from runtime.record import open_rows, read_flags
+from runtime.training import Run
+from speakers.vision import sees_pictures
+from train_critic import (
+    PAIRS, RANKING, Row, critic_messages, last_turn_start, learning_rate, pair_episodes,
+    plan_batches, split_tasks)
+from variants.sight import Sight, forward_seen, vision_value_class
+
+# -----------------------------------------------------------------------------
+# What the critic reads
+
+
+@dataclasses.dataclass(eq=False)
+class ValueRow(Row):
+    outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
+    opening: typing.Callable | None = None  # gives the inputs with pictures, up to the request
+
+
+class Reader:
+    """How dialogues and candidates become rows, with the solution as text or as a picture."""
+
+    def __init__(self, path, privileged, max_length):
+        self.privileged, self.max_length = privileged, max_length
+        self.sight = Sight(path, privileged) if sees_pictures(path) else None
+        self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
+
+    def dialogue(self, episode):
+        """The row of an episode; None if its last turn does not fit."""
+        messages, finished = agent_view(episode)
+        encode = functools.partial(encode_within, finished=finished)
+        found = self._rows(episode["task"], messages, encode)
+        if found is None:
+            return None
+        row, = found
+        row.outcome = episode["reward"]
+        if episode["success"] is not None:
+            row.outcome = float(episode["success"])
+        return row
+
+    def candidates(self, task, messages, candidates):
+        """A row for each (text, finished) candidate; None if they do not fit."""
+        def encode(tokenizer, messages, max_length):
+            return encode_candidates(tokenizer, messages, candidates, max_length)
+
+        return self._rows(task, messages, encode)
+
+    def _rows(self, task, messages, encode):
+        seen, opening, text_length, opening_ids = messages, None, 0, []
+        if self.sight:  # what stands before the first turn comes from the processor
+            opening = self.sight.opening_reader(task, messages)
+            opening_ids = opening()["input_ids"][0].tolist()
+            first = messages[:first_request(messages) + 1]
+            text_length = len(encode_dialogue(self.tokenizer, first)[0])
+        else:
+            seen = critic_messages(task, messages, self.privileged)
+        room = self.max_length + text_length - len(opening_ids)
+        found = encode(self.tokenizer, seen, room)
+        if found is None:
+            return None
+        if isinstance(found, tuple):  # of one dialogue
+            found = [found]
+        return [ValueRow(opening_ids + ids[text_length:],
+                         [-1] * len(opening_ids) + turn_index[text_length:], opening=opening)
+                for ids, turn_index in found]
+
+
+# -----------------------------------------------------------------------------
+# The objective
+
+
+def turn_values(model, rows):
+    """(values, exists): the head's logit at each agent turn, and 1 where it exists; (R, S) each.
+
+    The head is linear, so its value at a mean of states is the mean of its values at them.
+    """
+    if rows[0].opening and len(rows) > 1:  # pictures differ in size: one row at a time
+        found = [turn_values(model, [row]) for row in rows]
+        values, exists = ([table[0] for table in tables] for tables in zip(*found, strict=True))
+        return pad_sequence(values, batch_first=True), pad_sequence(exists, batch_first=True)
+    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
+    turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
+                              padding_value=-1)  # (R, T)
+    ids, turn_index = ids.to(model.device), turn_index.to(model.device)
+    if rows[0].opening:
+        inputs = rows[0].opening().to(model.device, model.dtype)
+        logits = forward_seen(model, ids, **inputs).logits
+    else:
+        logits = model(ids, use_cache=False).logits
+    values = logits[..., 0].float()  # (R, T)
+    means = values.cumsum(1) / torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    ends = turn_index != F.pad(turn_index, (0, 1), value=-1)[:, 1:]  # (R, T)
+    turns = torch.arange(1 + max(max(row.turn_index) for row in rows), device=ids.device)
+    is_end = (turn_index[..., None] == turns) & ends[..., None]  # (R, T, S)
+    return (means[..., None] * is_end).sum(1), is_end.sum(1).float()
+
+
+def value_loss(logits, outcomes, exists):
+    """Cross-entropy of each turn's logit with the outcome, its mean over turns that exist.
+
+    (R, S), (R,), (R, S) -> (R,).
+    """
+    targets = outcomes[:, None].expand_as(logits)
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return (losses * exists).sum(1) / exists.sum(1).clamp(min=1)
+
+
+def value_objective(model, pairs):
+    """Each turn of both dialogues predicts the outcome: name -> (B,)."""
+    rows = [better for better, _ in pairs] + [worse for _, worse in pairs]  # R = 2 B
+    logits, exists = turn_values(model, rows)  # (R, S) each
+    outcomes = torch.tensor([row.outcome for row in rows]).to(logits)
+    chosen, rejected = value_loss(logits, outcomes, exists).chunk(2)  # (B,) each
+    means = logits.sum(1) / exists.sum(1).clamp(min=1)
+    better, worse = means.chunk(2)
+    return {"loss": (chosen + rejected) / 2, "accuracy": better > worse}
+
+
+# -----------------------------------------------------------------------------
+# The run
+
+
+def read_pairs(reader, groups, rule, margin):
+    """(pairs of rows, a list for each group of episodes; episodes that are too long)."""
+    pairs_of_groups, too_long = [], 0
+    for group in groups:
+        pairs = pair_episodes(group, rule, margin)
+        used = {episode["sample"]: episode for pair in pairs for episode in pair}
+        rows = {sample: reader.dialogue(episode) for sample, episode in used.items()}
+        too_long += list(rows.values()).count(None)
+        pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
+        pairs_of_groups.append([pair for pair in pairs if None not in pair])
+    return pairs_of_groups, too_long
+
+
+def main(args):
+    if args.episodes:
+        train(args)
+    if args.candidates:
+        rank(args)
+
+
+def train(args):
+    run = Run(args, args.episodes, checkpoints=[args.model], cost_flags=RANKING)
+    if run.complete:
+        return
+    refuse_changing_positions(args.model, args.max_length)
+    reader = Reader(args.model, args.privileged, args.max_length)
+    episodes, failed = load_episodes(args.episodes)
+    tasks = group_by_task(episodes)
+    train_tasks, held_out_tasks = split_tasks(tasks, args.holdout, args.seed)
+    groups, too_long = read_pairs(reader, [tasks[name] for name in train_tasks], args.pairs,
+                                  args.margin)
+    held_out, _ = read_pairs(reader, [tasks[name] for name in held_out_tasks], args.pairs,
+                             args.margin)
+    held_out = [pair for group in held_out for pair in group]
+    pairs = [pair for group in groups for pair in group]
+    run.say(f"{len(episodes)} episodes of {len(tasks)} tasks ({failed} failed ones omitted):"
+            f" {len(pairs)} pairs, {len(held_out)} pairs held out; {too_long} episodes are longer"
+            f" than --max_length {args.max_length}")
+    if not pairs:
+        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
+                         " of one task, expected at least one; collect more episodes of each task,"
+                         " or try --pairs all, a smaller --margin or a greater --max_length")
+    run.refuse_other_data([row.ids for pair in pairs + held_out for row in pair])
+
+    if reader.sight:
+        model = open_to_train(args, run, vision_value_class(args.model))
+    else:
+        model = open_to_train(args, run, "AutoModelForTokenClassification", num_labels=1)
+        model.dropout.p = 0.0  # ranks would draw different masks than one process
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                  fused=run.device != "cpu")
+    batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
+    steps, epoch = run.plan(len(batches)), len(batches) // args.epochs
+    for step in range(run.resume(model, optimizer), steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, len(batches), args.lr)
+        batch = sorted(batches[step], key=lambda pair: max(map(last_turn_start, pair)))
+        for mine, weight in run.share(batch, args.micro_batch_size):
+            metrics = value_objective(model, mine)
+            (weight * metrics["loss"].sum() / len(batch)).backward()
+            run.add("train", metrics, weight / len(batch))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if held_out and ((step + 1) % epoch == 0 or step + 1 == steps):
+            with run.scoring(model):
+                for mine, weight in run.share(held_out, args.micro_batch_size):
+                    run.add("holdout", value_objective(model, mine), weight / len(held_out))
+        run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
+        run.save_state_if_due(step + 1, model, optimizer)
+    run.save(model, reader.sight.processor if reader.sight else reader.tokenizer)
+
+
+# -----------------------------------------------------------------------------
+# The trained critic as a ranker of turns
+
+
+class ValueCritic:
+    """As train_critic.Critic: opens a directory that this script wrote, and gives turns values."""
+
+    def __init__(self, path, device=None, dtype=None):
+        flags = read_value_flags(path)
+        self.reader = Reader(path, flags["privileged"], flags["max_length"])
+        kind = "AutoModelForTokenClassification"
+        if self.reader.sight:
+            kind = vision_value_class(path)
+        self.model = load_model(path, device or default_device(), kind, dtype).eval()
+        self.model.score = fp32_head(self.model.score)
+
+    def advantages(self, task, messages, texts, finished):
+        """One value a text, as the next turn after `messages`; None if they are too long."""
+        candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
+        distinct = list(dict.fromkeys(candidates))  # equal texts are computed once
+        rows = self.reader.candidates(task, messages, distinct)
+        if rows is None:
+            return None
+        values = self._values(rows).sum(1).tolist()  # of the only turn
+        of_candidate = dict(zip(distinct, values, strict=True))
+        return [of_candidate[candidate] for candidate in candidates]
+
+    def advantages_of_dialogue(self, episode):
+        """One value an agent turn of an episode; None for turns that do not fit."""
+        turns = sum(message["role"] == "assistant" for message in episode["dialogue_history"])
+        row = self.reader.dialogue(episode)
+        if row is None:
+            return [None] * turns
+        values = self._values([row])[0].tolist()
+        return [None] * (turns - len(values)) + values
+
+    @torch.no_grad()
+    def _values(self, rows):
+        values, _ = turn_values(self.model, rows)  # (R, S)
+        if not values.isfinite().all():
+            raise SystemExit(f"found values that are no finite numbers ({values[0].tolist()}),"
+                             " expected a critic whose weights fit --dtype; try --dtype float32")
+        return values
+
+
+def read_value_flags(path):
+    """What a value critic was trained with; a critic of log-ratios has a flag more."""
+    flags = read_flags(path, ("privileged", "max_length", "model", "holdout"))
+    if "normalise" in flags:
+        raise SystemExit(f"{path}: found a critic of log-ratios, expected one with a value head;"
+                         " give it to train_critic.py")
+    return flags
+
+
+def rank(args):
+    """Write the candidates with their values; ranks share the states."""
+    process = join_processes()
+    path = args.ranked or Path(args.output, "ranked.jsonl")
+    read_value_flags(args.output)
+    states, omitted = read_candidates(args.candidates)
+    flags = {"candidates": args.candidates, "critic": args.output}
+    inputs = [args.candidates, Path(args.output, "run.json")]
+    store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
+    mine = [state for state in states[process.rank::process.world]
+            if state_key(state) not in store.rows]
+    if mine:
+        critic = ValueCritic(args.output, process.device, args.dtype)
+    for state in tqdm(mine, unit="state", desc="ranking", **process.bar):
+        values = critic.advantages(state["task"], state["messages"], state["candidates"],
+                                   state["finished"])
+        store.append(state | {"advantages": values, "ranker": str(args.output)})
+    ranked = store.finish([state_key(state) for state in states])
+    if process.leads:
+        too_long = sum(state["advantages"] is None for state in ranked)
+        print(f"{path}: {len(ranked)} ranked states; {omitted} failed ones omitted, {too_long} too"
+              " long")
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+
+BOUNDS = {  # flag -> (least, below)
+    "max_length": (1, math.inf), "margin": (0, math.inf), "holdout": (0, 1), "lr": (0, math.inf),
+    "epochs": (1, math.inf), "batch_size": (1, math.inf), "max_norm": (SMALLEST, math.inf),
+    "seed": (0, 2**63),
+}
+NEEDS = {"ranked": "candidates"}  # flag -> what it does nothing without
+
+
+def parse_args(argv=None):
+    parser = flag_parser(__doc__, BOUNDS, NEEDS)
+    parser.add_argument("--episodes", nargs="+", default=[],
+                        help="episode files to train on; omit them to rank with a trained critic")
+    parser.add_argument("--model", help="model to start from")
+    parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
+    parser.add_argument("--max_length", type=int, default=8192,
+                        help="tokens of a dialogue, pictures included; a longer one loses its"
+                        " oldest turns, and is omitted if the last does not fit")
+    parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
+                        help="what the critic sees besides the dialogue")
+    parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
+                        help="which episodes of a task are paired, as in train_critic.py")
+    parser.add_argument("--margin", type=float, default=0.0,
+                        help="least difference of reward in a pair; for pages, give 0.1")
+    parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
+                        help="what an epoch shuffles: single pairs, or tasks")
+    parser.add_argument("--holdout", type=float, default=0.05,
+                        help="share of tasks to report on and not to train on")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, default=4, help="passes over the pairs")
+    parser.add_argument("--batch_size", type=int, default=8,
+                        help="pairs per step over all processes")
+    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
+    parser.add_argument("--seed", type=int, default=0, help="of data order and hold-out")
+    parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
+    parser.add_argument("--ranked", help="where to write them (default: OUTPUT/ranked.jsonl)")
+    machine_flags(parser)
+    args = parser.parse_args(argv)
+    parser.refuse_ignored(args, ["packed"], "by a value head, whose rows are computed apart")
+    if args.episodes and not args.model:
+        raise SystemExit("found --episodes without --model, expected a model to start from")
+    if not args.episodes:
+        if not args.candidates:
+            raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
+                             " a critic on, or candidates that the critic in --output ranks")
+        given = vars(args).keys() - {"output", "dtype", "candidates", "ranked"}
+        parser.refuse_ignored(args, sorted(given), "without --episodes to train on")
+    return args
+
+
+if __name__ == "__main__":
+    launch(main, parse_args())
