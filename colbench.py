@@ -589,6 +589,7 @@ def read_candidates(path, ranked=False):
         omit = row.get("error") or (ranked and row.get("advantages", ()) is None)
         keys = {} if omit else RANKED_KEYS if ranked else CANDIDATE_KEYS
         check_keys(row, STATE_KEYS | keys, CANDIDATE_OPTIONS, where)
+        row["task"] = complete_task(row["task"], f"{where}, task")
         if state_key(row) in seen:
             raise SystemExit(f"{where}: found the state {state_key(row)} a second time, expected it"
                              " once")
@@ -597,7 +598,6 @@ def read_candidates(path, ranked=False):
             omitted += 1
             continue
         check_lists(row, ranked, where)
-        row["task"] = complete_task(row["task"], f"{where}, task")
         states.append(row)
     if not states:
         raise SystemExit(f"{path}: found no state with {'ranked ' if ranked else ''}candidates, but"

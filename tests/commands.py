@@ -6,18 +6,17 @@ script's own parser reads the words that a stub was called with (`check_command`
 
 import argparse
 import functools
-import json
 import runpy
 import subprocess
-import sys
 from unittest import mock
 
 from conftest import ROOT
 
-RECORDER = f"""#!{sys.executable}
-import json, os, sys
-with open(os.environ["RECORDED"], "a") as file:
-    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+# In shell, since some recipes call hundreds. One write a command, as two may end at once
+RECORDER = r"""#!/bin/bash
+IFS=$'\x1f'
+words=("${0##*/}" "$@")
+printf '%s\x1e\n' "${words[*]}" >>"$RECORDED"
 """
 
 
@@ -35,7 +34,7 @@ def record(script, folder, programs, path=None, arguments=(), **variables):
     (folder / "bin").mkdir()
     for program in programs:
         executable(folder / "bin" / program, RECORDER)
-    recorded = folder / "recorded.jsonl"
+    recorded = folder / "recorded"
     recorded.touch()
     search = f"{folder / 'bin'}:{path}" if path else str(folder / "bin")
     environment = {"PATH": search, "RECORDED": str(recorded)}
@@ -43,7 +42,7 @@ def record(script, folder, programs, path=None, arguments=(), **variables):
                           env=environment | variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, (
         f"{done.stderr}Only these programs may be called here: {', '.join(programs)}.")
-    return [json.loads(line) for line in recorded.read_text().splitlines()]
+    return [command.split("\x1f") for command in recorded.read_text().split("\x1e\n")[:-1]]
 
 
 class Stopped(Exception):

@@ -54,7 +54,9 @@ def toy_credit(task, history, turn, right=None, max_turns=MAX_TURNS):
     content, answer = split_message(task, history[2 * turn + 1]["content"], last_turn)
     if answer is not None:
         if right is None:
-            right = answer == task["ground_truth"] or grade(task, answer).success
+            # the tests call `label`: a question on the last turn needs no judge
+            right = "label" in answer and (
+                answer == task["ground_truth"] or grade(task, answer).success)
         if right:
             return ToyCredit("right answer", 1.0)
         return ToyCredit("early answer" if unknown else "wrong answer", 0.0)

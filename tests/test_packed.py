@@ -1,0 +1,117 @@
+"""fast/packed.py equals the plain function that it stands in for. Run: pytest tests/test_packed.py
+"""
+
+import random
+
+import pytest
+import torch
+from conftest import byte_tokenizer, dialogue, tiny_model
+
+from colbench import encode_candidates, encode_dialogue
+from fast import packed
+from train_critic import Row, turn_logprobs
+
+TOKENIZER = byte_tokenizer()
+FAMILIES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False),
+            ("mistral", False), ("gemma3_text", False)]
+
+
+def candidate_rows(request, texts):
+    candidates = [(text, len(text) % 2 == 0) for text in texts]
+    return [Row(*one) for one in encode_candidates(TOKENIZER, dialogue(request), candidates, 8192)]
+
+
+def random_rows(seed):
+    """Candidates of several states, dialogues, rows that come twice, and one without a turn."""
+    draw = random.Random(seed)
+
+    def text():
+        return "".join(draw.choice("abcd") for _ in range(draw.randint(1, 12)))
+
+    rows = []
+    for _ in range(draw.randint(1, 3)):
+        rows += candidate_rows(text(), [text() for _ in range(draw.randint(1, 5))])
+    for _ in range(draw.randint(0, 2)):
+        rows.append(Row(*encode_dialogue(TOKENIZER, dialogue(*(text() for _ in range(6))))))
+    rows.append(Row([1, 2, 3], [-1, -1, -1]))
+    rows += draw.choices(rows, k=3)
+    draw.shuffle(rows)
+    return rows
+
+
+def values_and_gradient(function, model, rows):
+    model.zero_grad()
+    logprobs, tokens = function(model, rows)
+    weights = torch.arange(1.0, logprobs.numel() + 1).reshape(logprobs.shape)
+    (logprobs * weights.sin()).sum().backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return logprobs.detach(), tokens, gradient
+
+
+@pytest.mark.parametrize("family, tied", FAMILIES)
+def test_values_and_gradients_are_those_of_the_plain_function(family, tied):
+    model = tiny_model(TOKENIZER, family, tied)
+    assert packed.can_pack(model) == (family not in ("mistral", "gemma3_text"))
+    for seed in range(4):
+        rows = random_rows(seed)
+        plain, tokens, gradient = values_and_gradient(turn_logprobs, model, rows)
+        fast, same_tokens, other_gradient = values_and_gradient(packed.turn_logprobs, model, rows)
+        torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-5)
+        assert torch.equal(tokens, same_tokens)
+        assert (gradient - other_gradient).norm() < 1e-4 * gradient.norm()
+
+
+def test_packs_over_the_limit_are_split_with_equal_values(monkeypatch):
+    model = tiny_model(TOKENIZER)
+    rows = candidate_rows("t", ["what is it?", "x", "tell me more about that", "I want"])
+    whole, _ = packed.turn_logprobs(model, rows)
+    monkeypatch.setattr(packed, "PACK_TOKENS", 60)
+    assert 1 < len(packed.pack_rows(rows, 60)) < len(rows)
+    torch.testing.assert_close(packed.turn_logprobs(model, rows)[0], whole, atol=1e-4, rtol=1e-5)
+
+
+def test_logits_in_parts_are_logits_at_once(monkeypatch):
+    model, rows = tiny_model(TOKENIZER), random_rows(0)
+    whole, _ = packed.turn_logprobs(model, rows)
+    monkeypatch.setattr(packed, "LOGITS_AT_ONCE", 3)
+    torch.testing.assert_close(packed.turn_logprobs(model, rows)[0], whole, atol=1e-5, rtol=1e-6)
+
+
+def shapes_computed(model, rows):
+    """Token ids of each forward, and logits that the output layer makes of them."""
+    ids, logits = [], []
+    hooks = [model.register_forward_pre_hook(
+        lambda module, arguments, inputs: ids.append(tuple(inputs["input_ids"].shape)),
+        with_kwargs=True), model.lm_head.register_forward_hook(
+        lambda module, inputs, output: logits.append(tuple(output.shape[:2])))]
+    packed.turn_logprobs(model, rows)
+    for hook in hooks:
+        hook.remove()
+    return ids, logits
+
+
+def test_a_shared_prompt_and_an_equal_row_are_computed_once_and_logits_of_turns_alone():
+    rows = candidate_rows("t", ["what is it?", "x", "tell me more about that", "I want"])
+    prompt = rows[0].turn_index.index(0)
+    own = sum(len(row.ids) - prompt for row in rows)
+    assert shapes_computed(tiny_model(TOKENIZER), [*rows, rows[0]]) == (
+        [(1, prompt + own)], [(1, own)])
+    longest = max(len(row.ids) for row in rows)
+    assert shapes_computed(tiny_model(TOKENIZER, "mistral"), rows)[0] == [(4, longest)]
+
+
+def test_no_candidate_sees_another():
+    model = tiny_model(TOKENIZER)
+    rows = candidate_rows("t", ["what is it?", "some words"])
+    others = candidate_rows("t", ["what is it?", "quite another end"])
+    one, two = (packed.turn_logprobs(model, pair)[0][0] for pair in (rows, others))
+    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-6)
+
+
+def test_only_the_same_prompt_is_shared_wherever_its_candidates_stand():
+    one, other = candidate_rows("one state", "ab"), candidate_rows("two state", "ab")
+    assert one[0].turn_index == other[0].turn_index  # of the same length, but another text
+    mixed = [one[0], other[0], one[1], other[1]]
+    assert packed.pack_rows(mixed, 8192) == [one, other]
+    dialogues = [Row(*encode_dialogue(TOKENIZER, dialogue("t", "a", "b", "c"))) for _ in range(2)]
+    assert packed.pack_rows(dialogues, 8192) == [[row] for row in dialogues]

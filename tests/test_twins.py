@@ -1,0 +1,53 @@
+"""What stands in both trainers is the same. Run: pytest tests/test_twins.py"""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = ("train_critic.py", "train_policy.py")
+# of the same name, but not the same thing: what the critic reads, its pairs, its run, its flags
+OWN = {"main", "parse_args", "dialogue_row", "read_pairs"}
+
+
+def definitions(script):
+    """Name -> source of every function and class of a script."""
+    text = (ROOT / script).read_text()
+    return {node.name: ast.get_source_segment(text, node) for node in ast.parse(text).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def loop_lines(script):
+    """The lines of the loop of steps."""
+    text = (ROOT / script).read_text()
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)
+             and "run.resume" in ast.get_source_segment(text, node.iter)]
+    assert len(loops) == 1
+    return ast.get_source_segment(text, loops[0]).splitlines()
+
+
+CRITIC, POLICY = map(definitions, SCRIPTS)
+TWINS = sorted(CRITIC.keys() & POLICY.keys() - OWN)
+
+
+def test_the_trainers_have_twins():
+    assert {"turn_logprobs", "pair_episodes", "learning_rate", "plan_batches"} <= set(TWINS)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_what_stands_in_both_trainers_is_the_same(name):
+    assert CRITIC[name] == POLICY[name]
+
+
+@pytest.mark.parametrize("script, objective", [
+    ("train_policy.py", "dpo_objective"), ("variants/sft.py", "supervised_objective"),
+    ("variants/value_critic.py", "value_objective")])
+def test_the_loops_differ_in_the_objective_and_in_held_out_numbers_alone(script, objective):
+    def plain(path):
+        return [line for line in loop_lines(path)
+                if line.strip() and "held_out" not in line and "holdout" not in line
+                and "_objective(" not in line and "for mine, weight" not in line
+                and "batch = sorted" not in line and "scoring" not in line]
+
+    assert plain(script) == plain("train_critic.py")
+    assert any(objective in line for line in loop_lines(script))
