@@ -202,20 +202,21 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
 
     Variants open another agent, and add `notes` to every episode.
     """
-    is_toy = args.tasks.startswith("toy:")
-    tasks = (toy_tasks if is_toy else read_tasks)(args.tasks, args.num_tasks)
+    named = args.tasks.startswith("toy:")
+    tasks = (toy_tasks if named else read_tasks)(args.tasks, args.num_tasks)
+    is_toy = all("toy" in task for task in tasks)  # also in a file
     args.num_tasks = len(tasks)  # in the record, so that a rerun never shrinks the output
     args.human = args.human or ("scripted" if is_toy else None)
     rules = read_rules(args, tasks)
     jobs = [(task, sample) for sample in range(args.samples_per_task) for task in tasks]
     keys = [(task["task_id"], sample) for task, sample in jobs]
-    store = open_store(args, [None if is_toy else args.tasks], episode_key, process)
+    store = open_store(args, [None if named else args.tasks], episode_key, process)
     mine = [(task, sample) for task, sample in jobs[process.rank::process.world]
             if (task["task_id"], sample) not in store.rows]
     if mine:
         domain = one_domain(tasks)
         settings = JudgeSettings(
-            args.judge, args.require_protection, max(1, os.cpu_count() // process.world),
+            args.judge, args.require_protection, max(1, (os.cpu_count() or 1) // process.world),
             args.clip or ("none" if is_toy else None), args.clip_crop, process.device)
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with domain.open_judge(settings) as judge:

@@ -6,8 +6,8 @@
 #     --local-dir data
 #   vllm serve Qwen/Qwen2.5-7B-Instruct-AWQ --gpu-memory-utilization 0.4 --max-model-len 8192 \
 #     --generation-config vllm
-#     (in an environment of its own, beside the 0.5B policy. The 7B policy needs the whole card: then
-#     the human is elsewhere, at HUMAN_URL, a second card or an API)
+#     (in an environment of its own, beside the 0.5B policy. The 7B policy needs the whole card:
+#     then the human is elsewhere, at HUMAN_URL, a second card or an API)
 # Estimated (docs/scaling.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 8 GB
 # of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
 # The learning rates are starts that nobody has tried: watch train/margin rise.
@@ -46,8 +46,8 @@ play() { # NAME AGENT
 play base "$MODEL"
 
 # episodes, and candidates
-python collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${HUMAN[@]}" "${SAMPLING[@]}" \
-  --output "$OUT/episodes.jsonl"
+python collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${HUMAN[@]}" \
+  "${SAMPLING[@]}" --output "$OUT/episodes.jsonl"
 python collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" \
   "${CANDIDATES[@]}" --output "$OUT/candidates.jsonl"
 

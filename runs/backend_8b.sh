@@ -50,13 +50,13 @@ play base "$MODEL"
 # 1. episodes: 5,000 tasks three times. The official ones, in place of this step:
 #    python colbench.py import data/colbench_code_offline_15k_llama8b.jsonl --agent_prompt FILE \
 #      --output "$OUT/episodes.jsonl"
-$RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${SAMPLING[@]}" "${PROMPTS[@]}" \
-  --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/episodes.jsonl"
+$RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${SAMPLING[@]}" \
+  "${PROMPTS[@]}" --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/episodes.jsonl"
 
 # 2. candidates. A server samples faster than the scripts do: while one serves the model on the same
 #    GPUs, give this step --agent URL --agent_model "$MODEL"
-$RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" "${CANDIDATES[@]}" \
-  --output "$OUT/candidates.jsonl"
+$RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" \
+  "${CANDIDATES[@]}" --output "$OUT/candidates.jsonl"
 
 # 3. the critic, which then ranks the candidates
 $RUN train_critic.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" "${TRAINING[@]}" --packed \
@@ -67,8 +67,8 @@ $RUN train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$MODEL" "$
   --packed --output "$OUT/sweet"
 $RUN train_policy.py --episodes "$OUT/episodes.jsonl" --model "$MODEL" --epochs 4 "${TRAINING[@]}" \
   --packed --output "$OUT/mtdpo"
-$RUN variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$MODEL" "${TRAINING[@]}" \
-  --packed --output "$OUT/rft"
+$RUN variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$MODEL" \
+  "${TRAINING[@]}" --packed --output "$OUT/rft"
 
 # 5. the table and the report
 POLICIES=(base="$OUT/test/base.jsonl")

@@ -57,8 +57,8 @@ play base "$MODEL"
 # 1. episodes: 1,000 tasks six times; and candidates
 $RUN collect.py "${TRAIN[@]}" --agent "$MODEL" --human "$HUMAN_URL" --human_model "$HUMAN" \
   "${SAMPLING[@]}" --output "$OUT/episodes.jsonl"
-$RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" "${CANDIDATES[@]}" \
-  --output "$OUT/candidates.jsonl"
+$RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" \
+  "${CANDIDATES[@]}" --output "$OUT/candidates.jsonl"
 
 # 2. the critic, a vision-language model with a value head, which then ranks the candidates
 $RUN variants/value_critic.py --episodes "$OUT/episodes.jsonl" --model "$CRITIC" --pairs all \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# When does training-time information pay? SWEET-RL with and without it, multi-turn DPO and rejection
-# fine-tuning in worlds of 16, 64 and 256 topics, from a base that knows nothing of what they hide
-# (prior 0) and from one that half knows it (0.5), with 200, 800 and 1,500 training tasks.
+# When does training-time information pay? SWEET-RL with and without it, multi-turn DPO and
+# rejection fine-tuning in worlds of 16, 64 and 256 topics, from a base that knows nothing of what
+# they hide (prior 0) and from one that half knows it (0.5), with 200, 800 and 1,500 training tasks.
 #   runs/toy_grid.sh [SEEDS]     one seed after the other, two cells at a time; resumes
 #   runs/toy_grid.sh TOPICS PRIOR TASKS SEED     a single cell: ten to forty minutes
 # Then the table, and runs/out/toy_grid.json.

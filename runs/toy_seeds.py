@@ -4,8 +4,8 @@
 
 Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
 Prints: a table to paste, and differences with 95 % intervals.
-Writes: runs/out/toy_seeds.json with success (of pages, the reward) by seed, differences, and the AUC
-of the critics' advantages against true credit.
+Writes: runs/out/toy_seeds.json with success (of pages, the reward) by seed, differences, and the
+AUC of the critics' advantages against true credit.
 """
 
 import argparse

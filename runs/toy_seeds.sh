@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json; with DOMAIN=frontend of
-# pages, and runs/out/toy_seeds_frontend.json. Resumes; ONLY=toy omits ablations, best of N and round 2.
+# pages, and runs/out/toy_seeds_frontend.json. Resumes; ONLY=toy omits ablations, best of N and
+# round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend}

@@ -63,7 +63,7 @@ def add_matrices(model, settings):
     kinds = {name.split(".")[-1] for name in layers}
     missing = set(settings.targets) - kinds
     if missing:
-        raise SystemExit(f"found --lora_targets {' '.join(sorted(missing))}, expected linear layers"
+        raise SystemExit(f"found no {' '.join(sorted(missing))}, expected linear layers"
                          f" of the decoder: {', '.join(sorted(kinds))}")
     for name, base in layers.items():
         if name.split(".")[-1] in settings.targets:

@@ -39,7 +39,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from judge.sandbox import Judge, Worker, close_workers  # noqa: E402
+from judge.handle import Worker, close_workers  # noqa: E402
+from judge.sandbox import Judge  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # Measuring
@@ -321,8 +322,8 @@ def print_episodes(agent, folder, quick, repeats):
 
 
 SECTIONS = (
-    "judge", "start", "policy", "scoring", "critic", "sampling", "rollout", "growth", "episodes",
-    "servers")
+    "judge", "start", "policy", "scoring", "critic", "packed", "sampling", "rollout", "growth",
+    "episodes", "servers")
 
 
 def parse_args(argv=None):
@@ -346,25 +347,27 @@ def main(args):
         lines += bench_judge(args.quick, repeats)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        world = None
         if set(args.only) - {"judge", "start"}:
             import benchmark_models
 
-            world = benchmark_models.build_world(args.quick, folder)
+            world = benchmark_models.own_world(args.quick, folder)
+            toy = benchmark_models.toy_world(folder)
             for section, bench in benchmark_models.BENCHES.items():
                 if section in args.only:
                     lines += bench(world, args.quick, repeats)
+            if "packed" in args.only:
+                lines += benchmark_models.bench_packed(toy, args.quick, repeats, "_toy")
         print("", *table(lines), sep="\n", flush=True)
         if "start" in args.only:
             print_start(repeats)
         if "growth" in args.only:
             print_growth(world, args.quick, repeats)
         if "episodes" in args.only:
-            print_episodes(folder / "small", folder, args.quick, min(repeats, 3))
+            print_episodes(toy.critic, folder, args.quick, min(repeats, 3))
         if "servers" in args.only:
             from benchmark_servers import print_servers
 
-            print_servers(str(folder / "small"), args.quick, min(repeats, 3))
+            print_servers(str(toy.critic), args.quick, min(repeats, 3))
 
 
 if __name__ == "__main__":

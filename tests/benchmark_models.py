@@ -1,44 +1,35 @@
 """The parts of benchmark.py that need torch: training, scoring, sampling and rollouts."""
 
 import copy
+import functools
 import json
 import math
 import random
 import typing
-from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
 import torch.nn.functional as F
 from benchmark import Figures, Line, interleaved
-from conftest import TEMPLATES
-from transformers import LogitsProcessor, LogitsProcessorList
+from conftest import ROOT, TEMPLATES
+from transformers import (
+    AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList)
 
+import collect
 import train_critic
-from colbench import Referee, critic_messages, derive_seed, encode_prompt
-from collect import Parties, Rules, interleave, play
+import train_policy
+from colbench import encode_candidates, encode_prompt
+from fast import packed
 from judge.sandbox import Grade
-from speakers.interface import Speaker, SpeakerSettings, Utterance
+from runtime.seeds import derive_seed
+from speakers.interface import Request, Speaker, SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, pick_tokens
-from stages.processes import join_processes
-from train_critic import (
-    Critic,
-    CriticSettings,
-    Reader,
-    advantage,
-    candidate_rows,
-    critic_loss,
-    critic_objective,
-    pair_items,
-    precompute_reference,
-    reference_table,
-)
-from train_policy import DpoSettings, PairSettings, candidate_items, dpo_loss, dpo_objective
+from speakers.pool import run
 
 MAX_LENGTH = 16384
 BETA = 0.1
-CRITIC = CriticSettings(head="logratio", normalise="turn", beta=BETA, nll=0.0)
 
 # -----------------------------------------------------------------------------
 # Both sides have to agree
@@ -82,18 +73,42 @@ def training_steps(methods, repeats, tolerance=1e-4):
     return interleaved({name: step_of(*method) for name, method in methods.items()}, repeats)
 
 
-def backward_all(losses):
-    """Micro-batches one after the other: the mean loss, its gradient on the model."""
+def training_step(mean_loss, entries, at_once):
+    """The mean loss of a batch, `at_once` entries a forward; its gradient is left on the model."""
     total = 0.0
-    for loss in losses:
-        value = loss() / len(losses)
-        value.backward()
-        total += value.item()
+    for start in range(0, len(entries), at_once):
+        part = entries[start:start + at_once]
+        loss = mean_loss(part) * (len(part) / len(entries))
+        loss.backward()
+        total += loss.item()
     return total
 
 
+def critic_step(model, pairs, at_once):
+    """A step of train_critic.py without the optimiser."""
+    def mean_loss(part):
+        return train_critic.critic_objective(model, part, BETA, 0.0, "turn")["loss"].mean()
+    return training_step(mean_loss, pairs, at_once)
+
+
+def policy_step(model, pairs, at_once):
+    """A step of train_policy.py without the optimiser."""
+    def mean_loss(part):
+        return train_policy.dpo_objective(model, part, BETA, 0.0)["loss"].mean()
+    return training_step(mean_loss, pairs, at_once)
+
+
+def with_packed(function, *arguments):
+    """What the scripts' function does with --packed, as a call without arguments."""
+    def call():
+        with (mock.patch.object(train_critic, "turn_logprobs", packed.turn_logprobs),
+              mock.patch.object(train_policy, "turn_logprobs", packed.turn_logprobs)):
+            return function(*arguments)
+    return call
+
+
 # -----------------------------------------------------------------------------
-# The model and the texts
+# Models
 
 
 def word_tokenizer(size):
@@ -114,78 +129,124 @@ def word_tokenizer(size):
 
 
 class World(typing.NamedTuple):
-    """The proportions of Llama-3.1-8B at hidden size 256: the head is 6.5 % of the arithmetic."""
+    """Two models of one shape with random weights, and the lengths of what they read."""
 
     tokenizer: object
     model: object
     reference: object
-    folder: Path  # both as checkpoints, the critic's with its run.json
-    process: object
+    critic: Path  # the model as a critic's directory, which names the reference's
+    prompt: int  # tokens of a state
+    turn: int  # tokens of a candidate at most
+    dialogue: int  # tokens of a dialogue of ten turns
 
 
-def build_world(quick, folder):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.set_num_threads(1)
-    tokenizer = word_tokenizer(2752)
-    tokens = {"vocab_size": len(tokenizer), "eos_token_id": 0, "bos_token_id": None,
-              "pad_token_id": 0}
+def own_world(quick, folder):
+    """The proportions of Llama-3.1-8B at hidden size 256: the head is 6.5 % of the arithmetic."""
+    size = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 12}
+    lengths = {"prompt": 512, "turn": 32, "dialogue": 1250}
     if quick:
         size = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2}
-    else:
-        size = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 12}
+        lengths = {"prompt": 64, "turn": 16, "dialogue": 300}
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, vocab_size=2752,
+                         max_position_embeddings=MAX_LENGTH, eos_token_id=0, bos_token_id=None,
+                         pad_token_id=0, **size)
+    return build_world(config, lengths, folder / "own")
+
+
+def toy_world(folder):
+    """The shape of toy/base, and the lengths of its world."""
+    config = AutoConfig.from_pretrained(ROOT / "toy/base")
+    return build_world(config, {"prompt": 100, "turn": 8, "dialogue": 150}, folder / "toy")
+
+
+def build_world(config, lengths, folder):
+    torch.set_num_threads(1)
+    tokenizer = word_tokenizer(config.vocab_size)
     models = []
-    for name in ("critic", "reference"):
-        torch.manual_seed(len(name))
-        models.append(LlamaForCausalLM(LlamaConfig(
-            num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=MAX_LENGTH,
-            **tokens, **size)))
+    for seed, name in enumerate(("critic", "reference")):
+        torch.manual_seed(seed)
+        models.append(LlamaForCausalLM(config))
         models[-1].save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    torch.manual_seed(0)  # an agent of the size of the toy's for the rollouts of collect.py
-    small = LlamaForCausalLM(LlamaConfig(
-        hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, **tokens))
-    small.save_pretrained(folder / "small")
-    tokenizer.save_pretrained(folder / "small")
     flags = train_critic.parse_args(["--episodes", "e", "--model", str(folder / "reference"),
                                      "--output", "o", "--max_length", str(MAX_LENGTH)])
     record = {"flags": vars(flags), "inputs": {}}
     (folder / "critic" / "run.json").write_text(json.dumps(record))
-    return World(tokenizer, *models, folder, join_processes(training=True))
-
-
-def words(count, draw):
-    return " ".join(f"w{draw.randrange(2700)}" for _ in range(count))
-
-
-def state(prompt, longest, count, draw):
-    """A ranked state as in candidates.jsonl.
-
-    It has `count` candidates of up to `longest` tokens after `prompt` tokens.
-    """
-    # one less, for the end-of-turn token
-    lengths = [draw.randint(3 * longest // 4, longest) - 1 for _ in range(count)]
-    messages = [{"role": "user", "content": words(prompt - 8, draw)}]
-    return {"task_id": "task", "sample": 0, "turn": 0, "messages": messages,
-            "candidates": [words(length, draw) for length in lengths],
-            "finished": [True] * count, "advantages": [draw.random() for _ in range(count)]}
-
-
-def state_items(tokenizer, ranked_state, share):
-    """The items of a state's four pairs, as train_policy.py makes them."""
-    reader = Reader(tokenizer, "none", MAX_LENGTH)
-    settings = PairSettings(
-        pairing="best_worst", pairs_per_state=4, share=share, seed=0)
-    return candidate_items(reader, [ranked_state], settings)[0]
+    return World(tokenizer, *models, folder / "critic", **lengths)
 
 
 # -----------------------------------------------------------------------------
-# Policy: DPO on the four pairs of one state
+# What they read
 
 
-def concatenated(rows):
+def words(count, draw):
+    return " ".join(f"w{draw.randrange(1500)}" for _ in range(count))
+
+
+def messages_of(prompt, draw):
+    """A request that is a prompt of so many tokens."""
+    return [{"role": "user", "content": words(prompt - 8, draw)}]
+
+
+def texts_of(longest, count, draw):
+    """Candidates of up to `longest` tokens."""
+    # one less, for the end-of-turn token
+    return [words(draw.randint(3 * longest // 4, longest) - 1, draw) for _ in range(count)]
+
+
+def with_reference(model, pairs):
+    """The pairs, each row with its log-probs under `model`."""
+    with torch.no_grad():
+        for pair in pairs:
+            for row in pair:
+                row.reference = packed.turn_logprobs(model, [row])[0][0]
+    return pairs
+
+
+def policy_pairs(world, prompt, longest, draw):
+    """Four pairs of one state, of eight candidates."""
+    candidates = [(text, True) for text in texts_of(longest, 8, draw)]
+    encoded = encode_candidates(world.tokenizer, messages_of(prompt, draw), candidates, MAX_LENGTH)
+    rows = [train_policy.Row(*one) for one in encoded]
+    return with_reference(world.reference, list(zip(rows[:4], rows[4:], strict=True)))
+
+
+def episodes_of(tokens, count, draw):
+    """Episodes of one task, of ten turns and about `tokens` tokens, a quarter of them the agent's.
+
+    The first one succeeded.
+    """
+    task = {"task_id": "task", "domain": "backend", "ground_truth": words(tokens // 20, draw)}
+    each = tokens // 10
+    episodes = []
+    for sample in range(count):
+        history = []
+        for _ in range(10):
+            request = words(max(1, each * 3 // 4 - 9), draw)
+            answer = words(draw.randint(each // 5, 3 * each // 10), draw)
+            history += [{"role": "user", "content": request},
+                        {"role": "assistant", "content": answer}]
+        episodes.append({
+            "task": task, "sample": sample, "dialogue_history": history, "agent_prompt": "w1",
+            "max_turns": 10, "reward": float(sample == 0), "success": sample == 0})
+    return episodes
+
+
+def critic_pairs(world, tokens, count, draw):
+    """The best of `count` dialogues with each other one."""
+    groups, _ = train_critic.read_pairs(
+        world.tokenizer, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0, MAX_LENGTH,
+        "ground_truth")
+    return with_reference(world.reference, groups[0])
+
+
+# -----------------------------------------------------------------------------
+# Policy: DPO on the four pairs of one state, against TRL
+
+
+def concatenated(pairs):
     """Peer's batch: chosen rows, then rejected ones, padded on the right like TRL's collator."""
+    rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
     width = max(len(row.ids) for row in rows)
     shape = (len(rows), width)
     ids = torch.zeros(shape, dtype=torch.long)
@@ -202,10 +263,7 @@ def concatenated(rows):
 
 
 def logits_at(model, keep, ids, attention):
-    """Logits (n, V) at the n positions of `keep` (R, T) alone.
-
-    Older transformers take no such mask themselves.
-    """
+    """Logits (n, V) at the n positions of `keep` (R, T) alone."""
     hidden = model.get_decoder()(
         input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
     return model.get_output_embeddings()(hidden[keep])
@@ -219,9 +277,8 @@ def stand_in_loss(model, batch):
     labels = batch["input_ids"][:, 1:][mask]
     picked = logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(-1)
     sums = torch.zeros(mask.shape).masked_scatter(mask, picked).sum(1)
-    chosen, rejected = sums.chunk(2)
-    losses, _, _ = dpo_loss(
-        chosen, rejected, batch["ref_chosen_logps"], batch["ref_rejected_logps"], BETA)
+    losses, _, _ = train_policy.dpo_loss(
+        *sums.chunk(2), batch["ref_chosen_logps"], batch["ref_rejected_logps"], BETA)
     return losses.mean()
 
 
@@ -245,40 +302,21 @@ def trl_loss(model, tokenizer, folder):
 
 
 def policy_methods(world, prompt, longest, draw):
-    """(name -> (model, call), whether the peer is TRL itself).
-
-    Each call leaves the gradient of a state's four pairs on its model.
-    """
-    ranked_state = state(prompt, longest, 8, draw)
-    items = {}
-    for share in ("state", "pair"):
-        items[share] = state_items(world.tokenizer, ranked_state, share)
-        precompute_reference(world.reference, items[share], world.process)
+    """(name -> (model, call), whether the peer is TRL itself)."""
+    pairs = policy_pairs(world, prompt, longest, draw)
     peer_model = copy.deepcopy(world.model)
-    real = trl_loss(peer_model, world.tokenizer, world.folder)
+    real = trl_loss(peer_model, world.tokenizer, world.critic)
     peer_loss = real or stand_in_loss
-    # to the peer each row is a sequence of its own
-    pairs = [item.pairs[0] for item in items["pair"]]
-    chosen = [item.rows[a] for item, (a, _) in zip(items["pair"], pairs, strict=True)]
-    rejected = [item.rows[b] for item, (_, b) in zip(items["pair"], pairs, strict=True)]
-    together = concatenated(chosen + rejected)
-    single = [concatenated(list(pair)) for pair in zip(chosen, rejected, strict=True)]
 
-    def our_loss(item):
-        settings = DpoSettings(BETA, nll=0.0)
-        return lambda: dpo_objective(world.model, [item], settings)["train/loss"].mean()
+    def peer_step(at_once):
+        batches = [concatenated(pairs[start:start + at_once]) for start in range(0, 4, at_once)]
+        return lambda: training_step(lambda part: peer_loss(peer_model, *part), batches, 1)
 
-    def ours(share):
-        losses = [our_loss(item) for item in items[share]]
-        return lambda: backward_all(losses)
-
-    def peer(batches):
-        losses = [lambda batch=batch: peer_loss(peer_model, batch) for batch in batches]
-        return lambda: backward_all(losses)
-
-    methods = {"state": (world.model, ours("state")), "pair": (world.model, ours("pair")),
-               "peer, 4 pairs": (peer_model, peer([together])),
-               "peer, 1 pair": (peer_model, peer(single))}
+    methods = {
+        "4 packed pairs": (world.model, with_packed(policy_step, world.model, pairs, 4)),
+        "1 packed pair": (world.model, with_packed(policy_step, world.model, pairs, 1)),
+        "peer, 4 pairs": (peer_model, peer_step(4)),
+        "peer, 1 pair": (peer_model, peer_step(1))}
     return methods, real is not None
 
 
@@ -289,16 +327,15 @@ def bench_policy(world, quick, repeats):
             prompt, longest = 64, 16
         methods, real = policy_methods(world, prompt, longest, draw)
         figures = training_steps(methods, repeats)
-        peers = [figures[name] for name in methods if "peer" in name]
-        fastest = min(figure.seconds for figure in peers)
+        fastest = min(figures[name].seconds for name in ("peer, 4 pairs", "peer, 1 pair"))
         # the peer's memory is that of one pair at a time, the least it can do with
         best = Figures(fastest, figures["peer, 1 pair"].megabytes)
         peer = "TRL" if real else "a stand-in for TRL"
-        for share, target in (("state", 5.0), ("pair", 1.8)):
-            setting = (f"DPO step, 4 pairs, prompt {prompt}, turns to {longest}, --share {share};"
-                       f" peer: {peer} at its best")
-            key = f"policy_{share}_vs_trl{suffix}"
-            lines.append(Line(key, setting, figures[share], best, target))
+        for key, name, target in (("policy_state_vs_trl", "4 packed pairs", 5.0),
+                                  ("policy_pair_vs_trl", "1 packed pair", 1.8)):
+            setting = (f"DPO step, 4 pairs of a state, prompt {prompt}, turns to {longest}, {name}"
+                       f" a forward; peer: {peer} at its best")
+            lines.append(Line(key + suffix, setting, figures[name], best, target))
     return lines
 
 
@@ -306,32 +343,33 @@ def bench_policy(world, quick, repeats):
 # Critic: scoring 16 candidates, and a training step on a pair of dialogues
 
 
+def open_critic(world, draw):
+    """(critic, its task, messages and 16 texts)."""
+    critic = train_critic.Critic(world.critic, "cpu")
+    task = {"ground_truth": words(world.prompt // 16, draw)}
+    return critic, task, messages_of(world.prompt, draw), texts_of(world.turn, 16, draw)
+
+
 def bench_scoring(world, quick, repeats):
-    draw = random.Random(1)
-    critic = Critic(world.folder / "critic", "cpu")
-    prompt, longest = (64, 16) if quick else (512, 32)
-    row = state(prompt - 40, longest, 16, draw)
-    task = {"ground_truth": words(20, draw), "domain": "backend"}
-    view = critic_messages(task, row["messages"], "ground_truth")
-    candidates = list(zip(row["candidates"], row["finished"], strict=True))
-    rows = candidate_rows(critic.reader, view, candidates)
+    critic, task, messages, texts = open_critic(world, random.Random(1))
+    seen = train_critic.critic_messages(task, messages)
+    rows = [train_critic.Row(*one) for one in encode_candidates(
+        critic.tokenizer, seen, [(text, True) for text in texts], MAX_LENGTH)]
 
     @torch.no_grad()
     def peer():
         sums = []
-        for model in (critic.model, critic.reference_model):
-            scores = [full_logprobs(model, r, [(0, len(r.ids))])[0] for r in rows]
+        for model in (critic.model, critic.reference):
+            scores = [full_logprobs(model, row, [(0, len(row.ids))])[0] for row in rows]
             sums.append(torch.stack(scores)[:, None])
-        counts = torch.tensor([[sum(turn >= 0 for turn in r.turn_index)] for r in rows])
-        return advantage(*sums, counts)[:, 0]
+        tokens = torch.tensor([[sum(turn >= 0 for turn in row.turn_index)] for row in rows])
+        return train_critic.advantage(*sums, tokens)[:, 0]
 
-    def ours():
-        return critic.advantages(task, row["messages"], row["candidates"], row["finished"])
-
+    ours = with_packed(critic.advantages, task, messages, texts, [True] * 16)
     check("advantages of 16 candidates", ours(), peer(), 1e-3)
     figures = interleaved({"ours": ours, "peer": peer}, repeats)
-    setting = (f"Critic.advantages, 16 candidates to {longest} tokens, prompt {len(rows[0].ids)};"
-               " peer: 16 full forwards a model")
+    setting = (f"Critic.advantages, 16 candidates to {world.turn} tokens, prompt"
+               f" {rows[0].turn_index.index(0)}; peer: 16 full forwards a model")
     return [Line("score16_vs_full", setting, figures["ours"], figures["peer"], 7.5)]
 
 
@@ -350,44 +388,10 @@ def full_logprobs(model, row, spans):
     return sums
 
 
-def dialogue_pair(tokens, draw):
-    """A better and a worse episode of ten turns.
-
-    Together they have about `tokens` tokens, a quarter of them the agent's.
-    """
-    solution = words(max(8, tokens // 40), draw)
-    task = {"task_id": "pair", "domain": "backend", "ground_truth": solution}
-    each = tokens // 2 // 10
-    episodes = []
-    for sample, reward in enumerate((1.0, 0.0)):
-        history = []
-        for _ in range(10):
-            request = words(each * 3 // 4 - 9, draw)
-            answer = words(draw.randint(each // 5, 3 * each // 10), draw)
-            history += [{"role": "user", "content": request},
-                        {"role": "assistant", "content": answer}]
-        episodes.append({"task": task, "sample": sample, "dialogue_history": history,
-                         "reward": reward, "success": reward == 1, "agent_prompt": "w1"})
-    return episodes
-
-
-def critic_item(world, tokens, draw):
-    """A pair of dialogues as an item, with its reference."""
-    better, worse = dialogue_pair(tokens, draw)
-    reader = Reader(world.tokenizer, "ground_truth", MAX_LENGTH)
-    items, _ = pair_items(reader, [[(better, worse)]], "pair")
-    precompute_reference(world.reference, items, world.process)
-    return items[0]
-
-
-def critic_step(world, item):
-    return backward_all([lambda: critic_objective(world.model, [item], CRITIC)["train/loss"][0]])
-
-
 def turn_spans(row):
     """(start, stop) of each agent turn."""
     spans = []
-    for turn in range(row.turns):
+    for turn in range(1 + max(row.turn_index)):
         own = [column for column, index in enumerate(row.turn_index) if index == turn]
         spans.append((own[0], own[-1] + 1))
     return spans
@@ -398,59 +402,67 @@ def single_forward(model, row):
     ids, turns = torch.tensor(row.ids), torch.tensor(row.turn_index)[1:]
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    return torch.zeros(row.turns).index_add(0, turns.clamp(min=0), logprobs * (turns >= 0))
-
-
-def padded_pair(model, rows):
-    """Turn sums of both dialogues, padded into one batch, with logits at agent tokens only."""
-    width = max(len(row.ids) for row in rows)
-    gaps = [width - len(row.ids) for row in rows]
-    padded = list(zip(rows, gaps, strict=True))
-    ids = torch.tensor([row.ids + [0] * gap for row, gap in padded])
-    turns = torch.tensor([row.turn_index + [-1] * gap for row, gap in padded])
-    attention = torch.tensor([[1] * len(row.ids) + [0] * gap for row, gap in padded])
-    member = turns[:, 1:] >= 0
-    logits = logits_at(model, F.pad(member, (0, 1)), ids, attention)
-    picked = logits.gather(1, ids[:, 1:][member][:, None])[:, 0] - logits.logsumexp(-1)
-    slots = (torch.arange(2)[:, None] * 10 + turns[:, 1:])[member]
-    return torch.zeros(20).index_add(0, slots, picked).view(2, 10)
+    return torch.zeros(10).index_add(0, turns.clamp(min=0), logprobs * (turns >= 0))
 
 
 def bench_critic(world, quick, repeats):
-    item = critic_item(world, 600 if quick else 2487, random.Random(2))
-    rows = item.rows
-    counts = torch.tensor([[float(stop - start) for start, stop in turn_spans(row)]
-                           for row in rows])
+    pair, = critic_pairs(world, world.dialogue, 2, random.Random(2))
+    spans = [turn_spans(row) for row in pair]
+    tokens = torch.tensor([[stop - start for start, stop in own] for own in spans])
+    reference = torch.stack([row.reference for row in pair])
 
     def peer_step(sums_of):
-        def loss():
-            sums = sums_of(rows)
-            chosen, rejected = advantage(sums, reference_table(rows, sums), counts)
-            return critic_loss(chosen[None], rejected[None], BETA)[0]
-        return world.model, lambda: backward_all([loss])
-
-    def per_turn(rows):
-        return torch.stack([torch.stack(full_logprobs(world.model, row, turn_spans(row)))
-                            for row in rows])
-
-    def per_dialogue(rows):
-        return torch.stack([single_forward(world.model, row) for row in rows])
+        def mean_loss(rows):
+            sums = torch.stack([sums_of(row) for row in rows])
+            chosen, rejected = train_critic.advantage(sums, reference, tokens).chunk(2)
+            return train_critic.critic_loss(chosen, rejected, BETA).mean()
+        return world.model, lambda: training_step(mean_loss, pair, 2)
 
     figures = training_steps({
-        "ours": (world.model, lambda: critic_step(world, item)),
-        "a forward a turn": peer_step(per_turn),
-        "a forward a dialogue": peer_step(per_dialogue),
-        "both padded": peer_step(lambda rows: padded_pair(world.model, rows)),
+        "packed": (world.model, with_packed(critic_step, world.model, [pair], 1)),
+        "a forward a turn": peer_step(lambda row: torch.stack(
+            full_logprobs(world.model, row, turn_spans(row)))),
+        "a forward a dialogue": peer_step(functools.partial(single_forward, world.model)),
     }, repeats)
-    better = min(("a forward a dialogue", "both padded"), key=lambda name: figures[name].seconds)
-    tokens = sum(len(row.ids) for row in rows)
-    setting = f"critic step, two dialogues of 10 turns, {tokens} tokens; peer: "
+    length = sum(len(row.ids) for row in pair)
+    setting = f"critic step, two dialogues of 10 turns, {length} tokens; peer: "
     return [
         Line("critic_vs_per_turn", setting + "a forward a turn",
-             figures["ours"], figures["a forward a turn"], 5.5),
-        Line("critic_vs_single_forward", setting + f"the better of two, {better}",
-             figures["ours"], figures[better], 1.0),
+             figures["packed"], figures["a forward a turn"], 5.5),
+        Line("critic_vs_single_forward", setting + "a forward a dialogue, with all logits",
+             figures["packed"], figures["a forward a dialogue"], 1.0),
     ]
+
+
+# -----------------------------------------------------------------------------
+# What --packed gains over the plain functions of the scripts
+
+
+def bench_packed(world, quick, repeats, suffix=""):
+    """Steps on a task's three pairs and on a state's four, together and one by one; ranking."""
+    draw, lines = random.Random(5), []
+    workloads = (
+        ("critic", critic_step, critic_pairs(world, world.dialogue, 4, draw),
+         f"critic step, 3 pairs of a task, dialogues of {world.dialogue}"),
+        ("policy", policy_step, policy_pairs(world, world.prompt, world.turn, draw),
+         f"DPO step, 4 pairs of a state, prompt {world.prompt}, turns to {world.turn}"))
+    for key, step, pairs, setting in workloads:
+        for at_once, name in ((len(pairs), "group"), (1, "pair")):
+            figures = training_steps({
+                f"{key} packed": (world.model, with_packed(step, world.model, pairs, at_once)),
+                f"{key} plain": (world.model, functools.partial(step, world.model, pairs, at_once)),
+            }, repeats)
+            lines.append(Line(f"{key}_{name}_vs_plain{suffix}", f"{setting}, {at_once} a forward",
+                              figures[f"{key} packed"], figures[f"{key} plain"], 1.0))
+    critic, *state = open_critic(world, draw)
+    plain = functools.partial(critic.advantages, *state, [True] * 16)
+    ours = with_packed(plain)
+    check("advantages, packed and plain", ours(), plain(), 1e-3)
+    figures = interleaved({"packed": ours, "plain": plain}, repeats)
+    setting = f"ranking 16 candidates to {world.turn} tokens, prompt {world.prompt}"
+    lines.append(Line(f"rank16_vs_plain{suffix}", setting, figures["packed"], figures["plain"],
+                      1.0))
+    return lines
 
 
 # -----------------------------------------------------------------------------
@@ -464,7 +476,7 @@ def speaker(world, **settings):
 
 def bench_sampling(world, quick, repeats):
     prompt, new = (64, 8) if quick else (1024, 48)
-    messages = state(prompt, 16, 1, random.Random(3))["messages"]
+    messages = messages_of(prompt, random.Random(3))
     sampler = speaker(world, max_new_tokens=new)
     ids = torch.tensor([encode_prompt(world.tokenizer, messages)])
     streams = [numpy.random.default_rng(derive_seed(7, index)).random(new) for index in range(16)]
@@ -484,10 +496,10 @@ def bench_sampling(world, quick, repeats):
                                         do_sample=True, top_k=0, **options)
 
     def ours():
-        return sampler.speak([messages], 16, [7])[0]
+        return sampler.reply(Request(messages, 16, 7))
 
     theirs = peer(logits_processor=LogitsProcessorList([SameNumbers()]))[:, ids.shape[1]:]
-    texts = [world.tokenizer.decode(row, skip_special_tokens=True).strip() for row in theirs]
+    texts = [world.tokenizer.decode(row, skip_special_tokens=True) for row in theirs]
     if [utterance.text for utterance in ours()] != texts:
         raise SystemExit("found other tokens than generate's for the same random numbers, expected"
                          " the same")
@@ -503,9 +515,8 @@ class TalkativeHuman(Speaker):
 
     reads_history = True
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        texts = [words(16 + seed % 49, random.Random(seed)) for seed in seeds]
-        return [[Utterance(text, True)] for text in texts]
+    def reply(self, request):
+        return [Utterance(words(16 + request.seed % 49, random.Random(request.seed)), True)]
 
 
 class ForgetfulSpeaker(Speaker):
@@ -514,17 +525,15 @@ class ForgetfulSpeaker(Speaker):
     def __init__(self, inner):
         self.inner = inner
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        return self.inner.speak(conversations, n, seeds)
+    def reply(self, request):
+        return self.inner.reply(request._replace(key=None))
 
 
-class NoReferee(Referee):
+class StrictJudge:
     """Every answer is wrong."""
 
     def grade(self, task, answer):
-        graded = Future()
-        graded.set_result(Grade(0.0, False, {}))
-        return graded
+        return Grade(0.0, False, {})
 
 
 def bench_rollout(world, quick, repeats):
@@ -534,14 +543,14 @@ def bench_rollout(world, quick, repeats):
         request = words(draw.randint(20, 150), draw)
         tasks.append({"task_id": str(index), "domain": "backend", "problem_description": request,
                       "ground_truth": "w1", "hidden_information": "w1"})
-    rules = Rules(agent_prompt="w1", human_prompt="w1", max_turns=turns, reply_chars=10**6, seed=0)
+    rules = collect.Rules("w1", "w1", turns, 10**6, seed=0)
     keeping = speaker(world, temperature=0, max_new_tokens=4 if quick else 24)
 
     def play_all(agent):
         """task_id -> dialogue; all dialogues are played side by side."""
-        parties = Parties(agent, TalkativeHuman(), NoReferee(tasks, None), rules)
-        dialogues = [play(task, 0, parties, on_turn=lambda: None) for task in tasks]
-        episodes = interleave(dialogues, len(tasks))
+        def play(task):
+            return collect.play(task, 0, agent, TalkativeHuman(), StrictJudge(), rules)
+        episodes = list(run(play, tasks, len(tasks)))
         return {episode["task"]["task_id"]: episode["dialogue_history"] for episode in episodes}
 
     if play_all(keeping) != play_all(ForgetfulSpeaker(keeping)):
@@ -566,15 +575,10 @@ def bench_growth(world, quick, repeats):
     """
     found = []
     for tokens in (256, 512) if quick else (1024, 2048, 4096, 8192):
-        item = critic_item(world, 2 * tokens, random.Random(tokens))
-
-        def step(item=item):
-            critic_step(world, item)
-            world.model.zero_grad()
-
-        step()
-        figures = interleaved({"step": step}, repeats)["step"]
-        found.append((sum(len(row.ids) for row in item.rows) / 2, figures))
+        pairs = critic_pairs(world, tokens, 2, random.Random(tokens))
+        figures = training_steps(
+            {"step": (world.model, with_packed(critic_step, world.model, pairs, 1))}, repeats)
+        found.append((sum(len(row.ids) for row in pairs[0]) / 2, figures["step"]))
     lengths = [math.log(tokens) for tokens, _ in found]
     seconds = [math.log(figures.seconds) for _, figures in found]
     return found, float(numpy.polyfit(lengths, seconds, 1)[0])
@@ -584,6 +588,7 @@ BENCHES = {
     "policy": bench_policy,
     "scoring": bench_scoring,
     "critic": bench_critic,
+    "packed": bench_packed,
     "sampling": bench_sampling,
     "rollout": bench_rollout,
 }

@@ -5,10 +5,12 @@ from collections import Counter
 
 from slow_server import slow_server
 
-from colbench import RefereeSettings, open_referee, read_tasks
-from collect import Parties, Rules, all_jobs, interleave, play
+from colbench import DOMAINS, JudgeSettings
+from collect import Rules, play
 from speakers.interface import Speaker, SpeakerSettings, Utterance
+from speakers.pool import run
 from speakers.server import ServerSpeaker
+from toy.world import toy_tasks
 
 
 class Recorded(Speaker):
@@ -26,23 +28,19 @@ class Recorded(Speaker):
                 self.lines[key, turn] = message.get("output", message["content"])
         self.asked = Counter()
 
-    def speak(self, conversations, n=1, seeds=None, tasks=None, keys=None):
-        answers = []
-        for key in keys:
-            answers.append([Utterance(self.lines[key, self.asked[key]], True)])
-            self.asked[key] += 1
-        return answers
+    def reply(self, request):
+        turn = self.asked[request.key]
+        self.asked[request.key] += 1
+        return [Utterance(self.lines[request.key, turn], True)]
 
 
-def played(jobs, agent, human, in_flight, max_turns=10):
-    """(wall seconds, episodes) of these dialogues, the judge's time included."""
+def played(tasks, agent, human, in_flight, max_turns=10):
+    """(wall seconds, episodes) of a dialogue of each task, the judge's time included."""
     rules = Rules("Ask.", "Reply.", max_turns, 400, seed=0)
-    tasks = [task for task, _ in jobs]
-    with open_referee(tasks, RefereeSettings(workers=1)) as referee:
-        parties = Parties(agent, human, referee, rules)
-        dialogues = (play(task, sample, parties, lambda: None) for task, sample in jobs)
+    with DOMAINS["backend"].open_judge(JudgeSettings(workers=1)) as judge:
         began = time.perf_counter()
-        episodes = list(interleave(dialogues, in_flight))
+        episodes = list(run(lambda task: play(task, 0, agent, human, judge, rules), tasks,
+                            in_flight))
         return time.perf_counter() - began, episodes
 
 
@@ -57,11 +55,11 @@ def bench_served(quick):
     """Wall seconds with both parties served, and the ideal: requests x latency / in flight."""
     count, mean = (40, 0.02) if quick else (400, 0.3)
     in_flight = 64
-    jobs = all_jobs(read_tasks("toy:backend:train", count), 1)
+    tasks = toy_tasks("toy:backend:train", count)
     with slow_server(mean) as server:
         agent, human = (ServerSpeaker(server.url, SpeakerSettings(name, batch_size=in_flight))
                         for name in ("agent", "human"))
-        seconds, episodes = played(jobs, agent, human, in_flight)
+        seconds, episodes = played(tasks, agent, human, in_flight)
         figures = server.figures()
     if any(episode["error"] for episode in episodes):
         raise SystemExit("found failed dialogues, expected none")
@@ -77,7 +75,7 @@ def bench_overlap(folder, quick):
 
     count, turns, mean = (16, 2, 0.02) if quick else (64, 4, 1.5)
     in_flight = 16
-    jobs = all_jobs(read_tasks("toy:backend:train", count), 1)
+    tasks = toy_tasks("toy:backend:train", count)
     settings = SpeakerSettings(max_new_tokens=32, batch_size=in_flight, device="cpu")
     model = LocalSpeaker(folder, settings)  # loaded once; each run starts with no kept caches
 
@@ -88,9 +86,9 @@ def bench_overlap(folder, quick):
         def human():
             return ServerSpeaker(server.url, SpeakerSettings("human", batch_size=in_flight))
 
-        together, episodes = played(jobs, agent(), human(), in_flight, turns)
-        agent_alone, again = played(jobs, agent(), Recorded(episodes, "user"), in_flight, turns)
-        human_alone, once_more = played(jobs, Recorded(episodes, "assistant"), human(), in_flight,
+        together, episodes = played(tasks, agent(), human(), in_flight, turns)
+        agent_alone, again = played(tasks, agent(), Recorded(episodes, "user"), in_flight, turns)
+        human_alone, once_more = played(tasks, Recorded(episodes, "assistant"), human(), in_flight,
                                         turns)
     if not said_in(episodes) == said_in(again) == said_in(once_more):
         raise SystemExit("found other dialogues with one party recorded, expected the same")

@@ -212,6 +212,14 @@ def run_script(script, *arguments, processes=1, check=True, env=None, timeout=30
     return done
 
 
+def run_module(name, *arguments):
+    """`python -m name arguments`, as a user gives it."""
+    done = subprocess.run([sys.executable, "-m", name, *map(str, arguments)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
 def weights(folder):
     """The tensors of a checkpoint directory by name."""
     from safetensors.torch import load_file

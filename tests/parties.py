@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from collect import Rules, play
 from judge.sandbox import ANSWER_MARKER, Grade
-from speakers.interface import Speaker, SpeakerError, Utterance
+from speakers.interface import Request, Speaker, SpeakerError, Utterance
 from speakers.pool import elsewhere, gather, run
 from toy.world import toy_tasks
 
@@ -27,6 +27,24 @@ def within(call, seconds=PATIENCE):
 
     threading.Thread(target=carry_out, daemon=True).start()
     return outcome.result(seconds)
+
+
+def ask_all(speaker, conversations, n=1, seeds=None, tasks=None, keys=None):
+    """The n Utterances of each conversation, or its SpeakerError; all are asked at once."""
+    def column(values):
+        return [None] * len(conversations) if values is None else list(values)
+
+    seeds, tasks, keys = column(seeds), column(tasks), column(keys)
+
+    def ask(index):
+        request = Request(conversations[index], n, seeds[index] or 0, tasks[index], keys[index])
+        try:
+            return index, speaker.reply(request)
+        except SpeakerError as error:
+            return index, error
+
+    found = dict(run(ask, range(len(conversations)), len(conversations)))
+    return [found[index] for index in range(len(conversations))]
 
 
 def index_of(request):

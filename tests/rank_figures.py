@@ -10,6 +10,7 @@ prints one line of JSON for each rank.
 import argparse
 import json
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -21,12 +22,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from speakers.lora import LINEAR_LAYERS, LoraSettings, add_matrices  # noqa: E402
-from stages.processes import join_processes  # noqa: E402
-from train_critic import (  # noqa: E402
-    CriticSettings, Item, LoopSettings, Row, TrainingLoop, critic_objective)
-from training.checkpoints import local  # noqa: E402
-from training.ranks import ShardSettings, shard, trained_parameters  # noqa: E402
+import train_critic
+from fast import packed
+from runtime.checkpoints import local, trained_parameters
+from runtime.lora import LINEAR_LAYERS, LoraSettings, add_matrices
+from runtime.models import shard
+from runtime.processes import join_processes
+from runtime.training import Run
+from train_critic import Row, critic_objective
+
+train_critic.turn_logprobs = packed.turn_logprobs  # as --packed does
 
 
 class StepFigures(TorchDispatchMode):
@@ -61,33 +66,42 @@ class StepFigures(TorchDispatchMode):
 def pair(tokens):
     """A pair of two dialogues of one turn each."""
     half = tokens // 2
-    rows = [Row([1] * tokens, [-1] * half + [0] * (tokens - half), 1, reference=[0.0])
-            for _ in range(2)]
-    return Item(rows, [(0, 1)])
+    return tuple(Row([1] * tokens, [-1] * half + [0] * (tokens - half), torch.zeros(1))
+                 for _ in range(2))
+
+
+def step(model, optimizer, batch, run):
+    """One step of train_critic.py's loop; its loss, summed over this rank, and gradient norm."""
+    loss = 0.0
+    for mine, weight in Run.share(run, batch, 1):
+        metrics = critic_objective(model, mine, beta=0.1, nll=0.01, normalise="turn")
+        (weight * metrics["loss"].sum() / len(batch)).backward()
+        loss += weight * metrics["loss"].sum().item() / len(batch)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, local(norm).item()
 
 
 def main(args):
     process = join_processes(training=True)
+    run = types.SimpleNamespace(process=process, rank=process.rank, world=process.world,
+                                device=process.device)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         num_hidden_layers=args.layers, hidden_size=args.width, intermediate_size=4 * args.width,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=args.vocabulary,
-        pad_token_id=0))
+        pad_token_id=0)).train()
     if args.lora_rank:
         model = add_matrices(model.to(torch.bfloat16),
                              LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
-    shard(model, process, ShardSettings("bfloat16", args.checkpointing_every, args.reshard))
-    size = args.batch_size
-    items = [pair(args.tokens) for _ in range(size)]
-    loop = TrainingLoop(model, items, LoopSettings(
-        output=Path("not_written"), lr=1e-6, epochs=1, batch_size=size, micro_batch_size=1,
-        max_steps=None, warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20.0, seed=0),
-        process)
-    settings = CriticSettings("logratio", "turn", beta=0.1, nll=0.01)
+    shard(model, run, args)
+    batch = [pair(args.tokens) for _ in range(args.batch_size)]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
     with StepFigures(model) as figures:
         for _ in range(2):  # the optimiser makes its moments in the first step
             figures.collectives = {}
-            metrics = loop.optimise(items, lambda batch: critic_objective(model, batch, settings))
+            loss, norm = step(model, optimizer, batch, run)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     of_ranks = [None] * process.world
     torch.distributed.all_gather_object(of_ranks, {
@@ -95,7 +109,7 @@ def main(args):
         "trained": sum(parameter.numel() for parameter in trained_parameters(model)),
         "collectives": figures.collectives,
         "peak": figures.peak, "bytes_per_parameter": figures.peak * process.world / parameters,
-        "loss": metrics["train/loss"], "gradient": metrics["optim/grad_norm"]})
+        "loss": loss, "gradient": norm})
     if process.leads:  # lines of several ranks could run into one another
         print("\n".join(map(json.dumps, of_ranks)), flush=True)
     torch.distributed.destroy_process_group()
@@ -111,6 +125,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--checkpointing_every", type=int, default=1)
     parser.add_argument("--lora_rank", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(argv)
 

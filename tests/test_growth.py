@@ -11,9 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, metrics, run_script, weights, write_episodes
 
-import collect
-from stages.processes import Process
-from stages.record import changes_since, claim_output
+from runtime.processes import Process
+from runtime.record import changes_since, claim_output
 
 
 def rollout(path, *more, **options):
@@ -46,13 +45,6 @@ def test_an_output_never_shrinks_and_other_flags_are_still_refused(tmp_path):
     assert "differs in seed" in other.stderr
 
 
-def test_a_toy_world_without_a_number_of_tasks_is_no_more_than_its_default(tmp_path):
-    more = ["--tasks", "toy:backend:train", "--agent", "scripted", "--output", "o"]
-    all_tasks = vars(collect.parse_args(more))
-    before = {"flags": all_tasks | {"num_tasks": all_tasks["num_tasks"] + 1}, "inputs": {}}
-    assert changes_since(before, all_tasks, {}, ()) == (["num_tasks"], False)
-
-
 def test_a_flag_that_the_earlier_code_did_not_have_is_named_as_new():
     before = {"flags": {"seed": 0}, "inputs": {}}
     assert changes_since(before, {"seed": 0, "loss": "x"}, {}, ()) == (["loss (a new flag)"], False)
@@ -62,7 +54,7 @@ def test_a_run_that_other_code_resumes_names_both_commits(tmp_path, capsys, monk
     (tmp_path / "e.jsonl").touch()
     for commit in ("one", "one", "two"):
         assert "resuming the output" not in capsys.readouterr().err
-        monkeypatch.setattr("stages.record.code_commit", lambda commit=commit: commit)
+        monkeypatch.setattr("runtime.record.code_commit", lambda commit=commit: commit)
         claim_output(tmp_path / "e.jsonl.run.json", {}, [], Process(0, 1, "cpu"), ())
         (tmp_path / "e.jsonl").write_text('{"a": 1}\n')
     assert "of commit one with the code of two" in capsys.readouterr().err
@@ -76,8 +68,7 @@ def test_no_limit_is_more_than_any_number():
 
 
 def training(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--method", "mtdpo",
-            "--epochs", 3, "--batch_size", 2, "--lr", 1e-3, "--max_length", 600, *more]
+    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 3, "--batch_size", 2, "--lr", 1e-3, "--max_length", 600, *more]
 
 
 def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):
@@ -86,14 +77,14 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     run_script("train_policy.py", *cut, "--max_steps", 2)
     assert len(metrics(tmp_path / "cut")) == 2
     done = run_script("train_policy.py", *cut, "--max_steps", 2)
-    assert "this run is complete" in done.stdout
+    assert "training is complete" in done.stdout
     run_script("train_policy.py", *cut, "--max_steps", 4)
     assert len(metrics(tmp_path / "cut")) == 4
     run_script("train_policy.py", *cut)
     run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole"))
     for name, value in weights(tmp_path / "whole").items():
         assert torch.equal(weights(tmp_path / "cut")[name], value), name
-    assert not (tmp_path / "cut/state").exists()
+    assert not (tmp_path / "cut/resume").exists()
 
 
 def test_max_steps_does_not_compress_the_learning_rate_schedule(tiny, tmp_path):
@@ -133,7 +124,7 @@ def test_an_output_without_a_sound_episode_is_taken_over_by_a_corrected_command(
 def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_not(tmp_path):
     path = tmp_path / "e.jsonl"
     record = path.with_name("e.jsonl.run.json")
-    code = ("import time, pathlib\nfrom stages.record import hold_lock\n"
+    code = ("import time, pathlib\nfrom runtime.record import hold_lock\n"
             f"hold_lock(pathlib.Path({str(record)!r}))\n"
             "print('held', flush=True)\ntime.sleep(60)")
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,

@@ -36,18 +36,18 @@ from colbench import (
     encode_prompt,
     group_by_task,
     load_episodes,
+    read_candidates,
     read_episodes,
-    read_jsonl,
     read_tasks,
     render,
     states_of,
-    write_jsonl,
 )
-from speakers.local import load_model, load_tokenizer
-from stages.processes import Process
-from stages.record import claim_output, records
-from train_critic import Reader
-from training import checkpoints
+from runtime import checkpoints
+from runtime.files import read_jsonl, write_jsonl
+from runtime.flags import COST_FLAGS
+from runtime.models import load_model, load_tokenizer
+from runtime.processes import Process
+from runtime.record import claim_output, open_rows, records
 
 TOKENIZER = byte_tokenizer()
 PROCESS = Process(0, 1, "cpu")
@@ -76,7 +76,7 @@ def sound_row(kind):
                   "agent_tokens": 7}
         whole["dialogue_history"][1] |= {"output": "raw", "finished": True}
         return whole
-    return {"task_id": "t", "sample": 0, "turn": 1,
+    return {"task": whole["task"], "sample": 0, "turn": 1, "agent_prompt": "", "ranker": "me",
             "messages": dialogue("task", "what?", "this"), "candidates": ["a", "b", "c"],
             "finished": [True, False, True], "advantages": [0.5, -0.25, 0.0]}
 
@@ -152,27 +152,18 @@ def use_episodes(path):
         for message in row["dialogue_history"]:
             assert message.get("finished") in (None, True, False)
             assert isinstance(message["content"], str)
-    groups = group_by_task(episodes)
-    reader = Reader(TOKENIZER, "ground_truth", max_length=400)
+    groups = group_by_task(episodes).values()
     for rule in ("all", "best_vs_rest"):
-        pairs = [train_critic.pair_episodes(groups[task_id], rule) for task_id in sorted(groups)]
-        items, _ = train_critic.pair_items(reader, pairs, "pair")
-        for item in items:
-            for chosen, rejected in item.pairs:
-                assert item.rows[chosen].outcome >= item.rows[rejected].outcome
+        train_critic.read_pairs(TOKENIZER, groups, rule, 0.0, 400, "ground_truth")
     list(states_of(episodes))
-    evaluate.score({"ours": [read_episodes(path)]}, evaluate.ScoreSettings(draws=100))
+    evaluate.score({"ours": [read_episodes(path)]}, draws=100)
 
 
 def use_candidates(path):
-    rows, _ = train_policy.read_candidates(path)
-    assert all(math.isfinite(value) for row in rows for value in row["advantages"])
-    settings = train_policy.PairSettings(
-        pairing="halves", pairs_per_state=4, share="pair", seed=0)
-    reader = Reader(TOKENIZER, "none", max_length=8192)
-    items, report = train_policy.candidate_items(reader, rows, settings)
-    assert report["states"] == len(rows)
-    assert all(row.ids for item in items for row in item.rows)
+    states, _ = read_candidates(path, ranked=True)
+    assert all(math.isfinite(value) for state in states for value in state["advantages"])
+    groups, _ = train_policy.candidate_pairs(TOKENIZER, states, "halves", 4, 8192, 0)
+    assert all(row.ids for pairs in groups for pair in pairs for row in pair)
 
 
 USES = {"task": use_tasks, "episode": use_episodes, "candidates": use_candidates}
@@ -245,7 +236,7 @@ def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):
     row["dialogue_history"][1]["finished"] = None
     path.write_text(json.dumps(row) + "\n")
     read, = read_episodes(path)
-    encoded = train_critic.dialogue_row(Reader(TOKENIZER, "none", max_length=8192), read)
+    encoded = train_policy.dialogue_row(TOKENIZER, read, 8192)
     assert read["turns"] == 2
     assert encoded.ids.count(TOKENIZER.eos_token_id) == len(read["dialogue_history"])
     row["dialogue_history"][1]["finished"] = "no"
@@ -266,14 +257,10 @@ def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_len
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     limit = rope.get("original_max_position_embeddings", 4096)
-    argv = ["--episodes", "e", "--model", str(tmp_path), "--output", "o", "--max_length"]
-    policy_argv = ["--method", "rft", *argv]
+    load_tokenizer(str(tmp_path), limit)
     beyond = f"type {rope['rope_type']}.*at most --max_length {limit}"
-    train_critic.open_reader(train_critic.parse_args([*argv, str(limit)]))
     with pytest.raises(SystemExit, match=beyond):
-        train_critic.open_reader(train_critic.parse_args([*argv, str(limit + 1)]))
-    with pytest.raises(SystemExit, match=beyond):
-        train_policy.open_tokenizer(train_policy.parse_args([*policy_argv, str(limit + 1)]), [])
+        load_tokenizer(str(tmp_path), limit + 1)
 
 
 # -----------------------------------------------------------------------------
@@ -282,16 +269,16 @@ def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_len
 SCRIPTS = {
     collect: "--tasks toy:backend:train --agent scripted --output {}/e.jsonl",
     train_critic: "--episodes e --model m --output o",
-    train_policy: "--method mtdpo --episodes e --model m --output o",
-    evaluate: "--tasks toy:backend:test --agent scripted --output o",
+    train_policy: "--episodes e --model m --output o",
+    evaluate: "base=e.jsonl --output o",
 }
 VALUES = [
     "-1", "0", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "", " ", "x", "True",
     "None", "0.5", "[]", "\0", "toy", "toy:backend", "http://", "--beta",
 ]
 MAY_BE_ZERO = (
-    "warmup", "holdout", "nll", "beta", "lr", "margin", "seed", "success_reward",
-    "temperature", "human_temperature", "leak_threshold", "lora_rank", "save_minutes",
+    "holdout", "nll", "beta", "lr", "margin", "seed", "temperature", "human_temperature",
+    "leak_threshold", "lora_rank", "save_minutes", "states_fraction",
     "checkpointing_every",
 )
 
@@ -311,7 +298,7 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
         except SystemExit as error:
             printed = capsys.readouterr().err
             by_argparse = error.code == 2 and "error: " in printed
-            sentence = re.search("found .*expected|needs --method", str(error), re.S)
+            sentence = re.search("found .*expected", str(error), re.S)
             assert by_argparse or sentence, (argv, error)
             continue
         for name, value in vars(args).items():
@@ -321,44 +308,20 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
 
 
 @pytest.mark.parametrize("script, flags", [
-    (train_policy, "--method mtdpo --critic c"),
-    (train_policy, "--method rft --privileged_episodes e"),
-    (train_policy, "--method rft --num_candidates 4"),
-    (train_policy, "--method rft --pairing random"),
-    (train_policy, "--method rft --beta 3"),
-    (train_policy, "--method sweet --candidates r --reference plain"),
-    (train_policy, "--method sweet --critic c --pairs all"),
-    (train_policy, "--method sweet --candidates r --temperature 0.2"),
-    (train_critic, "--head value --normalise none"),
-    (train_critic, "--head value --beta 9"),
-    (evaluate, "--episodes e --num_tasks 5"),
-    (evaluate, "--episodes e --critic c"),
+    (collect, "--states e --agent toy/base --samples_per_task 5"),
+    (collect, "--tasks toy:backend:train --agent toy/base --num_candidates 4"),
+    (train_critic, "--output c --candidates r --lr 1"),
+    (train_policy, "--candidates r --model m --pairs all"),
 ])
 def test_a_flag_that_would_do_nothing_is_refused(script, flags):
-    rest = [] if script is evaluate else ["--episodes", "e", "--model", "m"]
     with pytest.raises(SystemExit, match=f"found .*{flags.split()[-2]}.*expected"):
-        script.parse_args([*flags.split(), *rest, "--output", "o"])
-
-
-@pytest.mark.parametrize("script, flags", [
-    (train_critic, "--pairs success_vs_failure"),
-    (train_policy, "--method rft"),
-])
-def test_a_reward_that_counts_as_success_is_refused_for_functions(script, flags, tmp_path):
-    path = write_episodes(tmp_path / "e.jsonl")
-    args = script.parse_args(
-        [*flags.split(), "--episodes", str(path), "--model", "toy/base", "--output",
-         str(tmp_path / "o"), "--success_reward", "0.5"])
-    with pytest.raises(SystemExit, match="--success_reward 0.5.*ignored.*without pages"):
-        script.main(args)
-    assert not (tmp_path / "o").exists()
+        script.parse_args([*flags.split(), "--output", "o"])
 
 
 @pytest.mark.parametrize("flags", [
     "--agent scripted --agent_model m", "--agent scripted --human_model m",
     "--agent scripted --human_prompt prompt.txt", "--agent scripted --human_temperature 1",
-    "--agent scripted --temperature 0.5", "--agent scripted --max_new_tokens 9",
-    "--agent toy/base --human http://h/v1 --uninformed_human"])
+    "--agent scripted --temperature 0.5", "--agent scripted --max_new_tokens 9"])
 def test_what_a_server_or_a_model_would_read_is_refused_where_there_is_none(flags):
     flag = re.findall(r"--\w+", flags)[-1]
     with pytest.raises(SystemExit, match=f"found {flag}.* ignored .*expected"):
@@ -370,8 +333,8 @@ def test_what_a_server_or_a_model_would_read_is_refused_where_there_is_none(flag
     (collect, "--samples-per-task=3", "--samples_per_task"),
     (collect, "--outptu", "--output"),
     (train_critic, "--normalize", "--normalise"),
-    (train_policy, "--critics", "--critic"),
-    (evaluate, "--reprot", "--report"),
+    (train_policy, "--candidate_file", "--candidates"),
+    (evaluate, "--outptu", "--output"),
 ])
 def test_a_mistyped_flag_is_told_the_one_it_is_closest_to(script, flag, meant):
     with pytest.raises(SystemExit, match=f"found {flag.split('=')[0]}, expected .*mean {meant}[?]"):
@@ -386,11 +349,10 @@ def test_a_flag_like_no_other_gets_no_guess_and_an_abbreviation_is_fine(tmp_path
 
 
 def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_path):
-    episodes = write_episodes(tmp_path / "episodes.jsonl")
     missing = tmp_path / "none.jsonl"
     result = run_script(
-        "train_policy.py", "--method", "sweet", "--candidates", missing, "--episodes", episodes,
-        "--model", tiny(), "--output", tmp_path / "policy", check=False)
+        "train_policy.py", "--candidates", missing, "--model", tiny(),
+        "--output", tmp_path / "policy", check=False)
     assert result.returncode == 1 and f"{missing}: no such file; expected" in result.stderr
     assert not (tmp_path / "policy").exists()
 
@@ -410,8 +372,8 @@ def test_an_unfinished_ranking_is_no_input(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     shutil.copy(episodes, tmp_path / "candidates.jsonl.rank1")
     result = run_script(
-        "train_policy.py", "--method", "sweet", "--candidates", tmp_path / "candidates.jsonl",
-        "--episodes", episodes, "--model", tiny(), "--output", tmp_path / "policy", check=False)
+        "train_policy.py", "--candidates", tmp_path / "candidates.jsonl", "--model", tiny(),
+        "--output", tmp_path / "policy", check=False)
     assert result.returncode == 1 and "found candidates.jsonl.rank1 beside it" in result.stderr
 
 
@@ -435,7 +397,7 @@ def test_pairs_that_are_all_held_out_are_said_to_be(tiny, tmp_path):
     write_jsonl(episodes, rows)
     result = run_script("train_critic.py", "--episodes", episodes, "--model", tiny(), "--holdout",
                         0.9, "--output", tmp_path / "critic", check=False)
-    assert "lower --holdout: all 10 pairs are of held-out tasks" in result.stderr
+    assert "neither held out nor too long" in result.stderr and "--holdout 0.9" in result.stderr
 
 
 def test_real_tasks_need_a_human(tmp_path):
@@ -596,7 +558,7 @@ def test_a_name_that_is_neither_a_directory_nor_on_the_hub_says_both(tmp_path, m
 
 @pytest.mark.parametrize("text", [
     "", "{", "[]", "{}", '{"flags": 3}', '{"flags": {}, "inputs": {}}',
-    '{"flags": {"head": "logratio"}, "inputs": {}}',
+    '{"flags": {"model": "m"}, "inputs": {}}',
 ])
 def test_a_critic_without_its_record_is_a_sentence(tiny, tmp_path, text):
     shutil.copytree(tiny(), tmp_path / "critic")
@@ -606,7 +568,7 @@ def test_a_critic_without_its_record_is_a_sentence(tiny, tmp_path, text):
 
 
 def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
-    state = tmp_path / "output/state"
+    state = tmp_path / "output/resume"
     state.mkdir(parents=True)
     (state / "rank0.pt").write_bytes(pickled_call(tmp_path))
     model = load_model(tiny())
@@ -618,7 +580,7 @@ def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
 class Follower(Process):
     """A rank whose node does not see what the leader has saved."""
 
-    SEEN_BY_LEADER = Path("shared/state")
+    SEEN_BY_LEADER = Path("shared/resume")
 
     def from_leader(self, value, group=None):
         return self.SEEN_BY_LEADER
@@ -631,20 +593,10 @@ def test_a_rank_that_does_not_see_the_leaders_state_stops_and_starts_from_no_oth
         tiny, tmp_path):
     model, rank = load_model(tiny()), Follower(1, 2, "cpu")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(SystemExit, match="shared/state: found the state of a run of 0 processes"):
-        checkpoints.load_state(tmp_path / "state", model, optimizer, rank)
+    with pytest.raises(SystemExit, match="shared/resume: found the state of a run of 0 processes"):
+        checkpoints.load_state(tmp_path / "resume", model, optimizer, rank)
     with pytest.raises(SystemExit, match="found the state of a run of 0 processes"):
         checkpoints.is_complete(tmp_path, None, rank)
-
-
-def test_a_wrong_critic_stops_before_anything_is_sampled(tiny, tmp_path):
-    shutil.copytree(tiny(), tmp_path / "no_critic")
-    result = run_script(
-        "train_policy.py", "--method", "sweet",
-        "--episodes", write_episodes(tmp_path / "episodes.jsonl"), "--model", tiny(),
-        "--critic", tmp_path / "no_critic", "--output", tmp_path / "policy", check=False)
-    assert result.returncode == 1 and "found no run.json" in result.stderr
-    assert not (tmp_path / "policy").exists()
 
 
 # -----------------------------------------------------------------------------
@@ -669,7 +621,7 @@ def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path)
 def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
     def claim(*more):
         inputs, flags = critic_flags(tmp_path, *more)
-        claim_output(tmp_path / "o/run.json", flags, inputs, PROCESS, train_critic.COST_FLAGS)
+        claim_output(tmp_path / "o/run.json", flags, inputs, PROCESS, COST_FLAGS)
 
     claim("--batch_size", "4")
     claim()  # the first command has made nothing yet, so it claims nothing
@@ -679,18 +631,17 @@ def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
         claim("--batch_size", "2")
 
 
-def test_a_retrained_critic_is_another_input(tmp_path):
+def test_a_retrained_model_is_another_input(tmp_path):
     critic = tmp_path / "critic"
     critic.mkdir()
     (tmp_path / "policy").mkdir()
-    (tmp_path / "policy/candidates.jsonl").touch()
-    args = train_policy.parse_args(["--method", "sweet", "--critic", str(critic), "--episodes", "e",
-                                    "--model", "m", "--output", "o"])
+    (tmp_path / "policy/metrics.jsonl").touch()
+    args = train_policy.parse_args(["--episodes", "e", "--model", str(critic), "--output", "o"])
 
     def claim(seed_of_critic):
         record = {"flags": {"seed": seed_of_critic}, "inputs": {}}
         (critic / "run.json").write_text(json.dumps(record))
-        inputs = records(args.model, args.critic)
+        inputs = records(args.model)
         claim_output(tmp_path / "policy/run.json", vars(args), inputs, PROCESS, ())
 
     claim(0)
@@ -703,17 +654,17 @@ def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sam
     base.mkdir()
     (base / "config.json").write_text("{}")
     (base / "run.json").write_text('{"flags": {"seed": 0}, "inputs": {}}')
-    flags = {"head": "logratio", "normalise": "turn", "privileged": "none", "max_length": 9,
+    flags = {"normalise": "turn", "privileged": "none", "max_length": 9,
              "model": str(base), "lora_rank": 0}
     claim_output(critic / "run.json", flags, records(base), PROCESS, ())
     (critic / "config.json").write_text("{}")
-    assert train_critic.critic_flags(critic) == flags
+    assert train_critic.read_critic_flags(critic) == flags
     (base / "run.json").write_text('{"flags": {"seed": 1}, "inputs": {}}')
     with pytest.raises(SystemExit, match=f"{critic}: found that {base}/run.json has changed"):
-        train_critic.critic_flags(critic)
+        train_critic.read_critic_flags(critic)
     shutil.rmtree(base)
     with pytest.raises(SystemExit, match=f"{base}: no such directory"):
-        train_critic.critic_flags(critic)
+        train_critic.read_critic_flags(critic)
 
 
 def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
@@ -721,24 +672,24 @@ def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
     prompt.write_text("Ask.")
     args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted",
                                "--agent_prompt", str(prompt), "--output", str(output)])
-    collect.claim_rollout(output, vars(args), PROCESS, collect.COST_FLAGS)
+
+    def claim():
+        open_rows(output, vars(args), [prompt], PROCESS, collect.episode_key)
+
+    claim()
     output.write_text(json.dumps(episode("t", 1.0)) + "\n")
     prompt.write_text("Answer.")
     with pytest.raises(SystemExit, match="differs in .*prompt.txt"):
-        collect.claim_rollout(output, vars(args), PROCESS, collect.COST_FLAGS)
+        claim()
 
 
-@pytest.mark.parametrize("script", ["collect.py", "evaluate.py"])
-def test_a_file_that_no_script_wrote_is_neither_emptied_nor_taken_for_episodes(tmp_path, script):
+def test_a_file_that_no_script_wrote_is_neither_emptied_nor_taken_for_episodes(tmp_path):
     tasks = tmp_path / "test.jsonl"
     task = json.dumps({"problem_description": "Add.", "test_cases": {"a": "f(1)"},
                        "ground_truth": "def f(x): return x"}) + "\n"
     tasks.write_text(task)
-    output = ["--output", tasks]
-    if script == "evaluate.py":
-        output = ["--name", "test", "--output", tmp_path]
-    result = run_script(script, "--tasks", tasks, "--agent", "scripted", "--human", "scripted",
-                        *output, check=False)
+    result = run_script("collect.py", "--tasks", tasks, "--agent", "scripted", "--human",
+                        "scripted", "--output", tasks, check=False)
     assert result.returncode and "found a file that these scripts did not write" in result.stderr
     assert tasks.read_text() == task
 
@@ -794,9 +745,9 @@ def test_a_full_disk_stops_a_rollout_with_a_sentence_and_it_resumes(small_disk, 
 def test_a_state_that_does_not_fit_on_the_disk_is_no_state(small_disk, tiny):
     folder, model = small_disk(60), load_model(tiny())
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(OSError, match="state.* could not be written"):
-        checkpoints.save_state(folder / "state", 1, model, optimizer, PROCESS)
-    assert checkpoints.load_state(folder / "state", model, optimizer, PROCESS) == 0
+    with pytest.raises(OSError, match="resume.* could not be written"):
+        checkpoints.save_state(folder / "resume", 1, model, optimizer, PROCESS)
+    assert checkpoints.load_state(folder / "resume", model, optimizer, PROCESS) == 0
 
 
 @pytest.mark.slow
@@ -807,7 +758,7 @@ def test_a_state_that_does_not_fit_on_the_disk_is_no_state(small_disk, tiny):
 def test_a_full_disk_stops_training_with_a_sentence_and_it_resumes(
         small_disk, tiny, tmp_path, kilobytes, save_minutes):
     folder, episodes = small_disk(kilobytes), write_episodes(tmp_path / "e.jsonl")
-    command = ["--method", "mtdpo", "--episodes", episodes, "--model", tiny(), "--batch_size", 4,
+    command = ["--episodes", episodes, "--model", tiny(), "--batch_size", 4,
                "--max_length", 600, "--max_steps", 2, "--epochs", 1, "--save_minutes",
                save_minutes,
                "--output"]

@@ -15,14 +15,14 @@ from torch import nn
 import train_critic
 import train_policy
 from colbench import read_episodes
-from speakers.local import load_model
-from speakers.lora import (
+from runtime import checkpoints
+from runtime.checkpoints import trained_parameters
+from runtime.lora import (
     LINEAR_LAYERS, MATRICES, LoraLinear, LoraSettings, add_matrices, load_matrices, lora_layers,
     matrices_off, merge)
-from stages.processes import Process
+from runtime.models import load_model
+from runtime.processes import Process
 from train_critic import Critic
-from training import checkpoints
-from training.ranks import trained_parameters
 
 SETTINGS = LoraSettings(rank=4, alpha=8, targets=LINEAR_LAYERS)
 IDS = torch.arange(20)[None]
@@ -87,21 +87,16 @@ def test_matrices_of_full_rank_make_the_plain_gradient_step_of_the_whole_matrix(
 
 
 def test_unknown_targets_and_flags_without_a_rank_are_refused():
-    with pytest.raises(SystemExit, match="lora_targets w_proj, expected.*down_proj.*q_proj"):
+    with pytest.raises(SystemExit, match="w_proj, expected.*down_proj.*q_proj"):
         add_matrices(tiny_model(byte_tokenizer()), SETTINGS._replace(targets=("q_proj", "w_proj")))
-    for parse, more in ((train_critic.parse_args, []),
-                        (train_policy.parse_args, ["--method", "rft"])):
-        command = ["--episodes", "e", "--model", "m", "--output", "o", *more]
-        for flag in (["--lora_alpha", "3"], ["--lora_targets", "q_proj"]):
-            parse([*command, "--lora_rank", "2", *flag])
-            with pytest.raises(SystemExit, match="ignored without --lora_rank"):
-                parse([*command, *flag])
+    for parse in (train_critic.parse_args, train_policy.parse_args):
+        command = ["--episodes", "e", "--model", "m", "--output", "o"]
+        parse([*command, "--lora_rank", "2", "--lora_alpha", "3"])
+        with pytest.raises(SystemExit, match="ignored without --lora_rank"):
+            parse([*command, "--lora_alpha", "3"])
         for alpha in ("0", "-1", "nan"):  # 0 is not "not given"
             with pytest.raises(SystemExit, match="found --lora_alpha .*, expected"):
                 parse([*command, "--lora_rank", "2", "--lora_alpha", alpha])
-    with pytest.raises(SystemExit, match="--lora_rank with --model toy"):
-        train_policy.parse_args(["--method", "sft", "--episodes", "e", "--model", "toy",
-                                 "--output", "o", "--lora_rank", "2"])
 
 
 # -----------------------------------------------------------------------------
@@ -137,10 +132,10 @@ def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merge
     texts, finished = ["what?", "so", "x"], [True, True, False]
     arguments = (task, [{"role": "user", "content": "t"}], texts, finished)
     critic = Critic(trained / "critic", "cpu")
-    assert critic.model is critic.reference_model
+    assert critic.model is critic.reference.model
     one = critic.advantages(*arguments)
     critic.model = load_model(str(trained / "critic"))
-    critic.reference_model = load_model(
+    critic.reference = load_model(
         json.loads((trained / "critic/run.json").read_text())["flags"]["model"])
     assert one == pytest.approx(critic.advantages(*arguments), abs=1e-5)
     assert max(map(abs, one)) > 1e-3
@@ -190,7 +185,7 @@ def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_
     checkpoints.save_checkpoint(tmp_path / "lora", learnt, tokenizer, None, process)
     shutil.copytree(tmp_path / "lora", tmp_path / "critic")
     (tmp_path / "critic" / MATRICES).unlink()
-    flags = {"head": "logratio", "normalise": "turn", "privileged": "ground_truth",
+    flags = {"normalise": "turn", "privileged": "ground_truth",
              "max_length": 600, "model": str(tmp_path / "lora"), "lora_rank": 0}
     (tmp_path / "critic/run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     critic = Critic(str(tmp_path / "critic"), "cpu", dtype="bfloat16")
@@ -201,11 +196,10 @@ def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_
 
 def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
         trained, tiny, tmp_path):
-    flags = "--method", "rft", "--dtype", "bfloat16"
-    for before, after, more in ((tiny(), "first", ()), (tmp_path / "first", "second",
-                                                        ("--lora_targets", "up_proj"))):
-        run_script("train_policy.py", *training(trained / "episodes.jsonl", before,
-                                                tmp_path / after, *flags, *more))
+    flags = "--successes", "--dtype", "bfloat16"
+    for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):
+        run_script("variants/sft.py", *training(trained / "episodes.jsonl", before,
+                                                tmp_path / after, *flags))
     # its weights are fp32 for whoever reads it, although training froze them in bf16
     assert json.loads((tmp_path / "first/config.json").read_text())["dtype"] == "float32"
     base = load_model(tiny(), dtype="bfloat16")
@@ -236,8 +230,8 @@ def test_a_run_that_was_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(
 
 
 @pytest.mark.parametrize("script, more", [
-    ("train_critic.py", ("--head", "value")), ("train_policy.py", ("--method", "rft")),
-    ("train_policy.py", ("--method", "mtdpo")),
+    ("variants/value_critic.py", ()), ("variants/sft.py", ("--successes",)),
+    ("train_policy.py", ("--packed",)),
     ("train_critic.py", ("--dtype", "bfloat16", "--checkpointing_every", 1)),
 ])
 def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, trained, tiny, tmp_path):
@@ -248,7 +242,7 @@ def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, train
             torch.testing.assert_close(after[name], weight, atol=4e-3, rtol=4e-3)  # bf16
     assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"],
                            after["model.layers.0.mlp.up_proj.weight"])
-    assert ("score.weight" in after) == ("value" in more)
+    assert ("score.weight" in after) == ("value" in script)
 
 
 def test_only_matrices_and_a_value_head_have_gradients_and_moments():

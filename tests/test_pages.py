@@ -10,23 +10,17 @@ import os
 import random
 import re
 import time
+import types
 from pathlib import Path
 
 import pytest
 
-from colbench import (
-    DOMAINS,
-    FrontendReferee,
-    RefereeSettings,
-    human_page_messages,
-    main,
-    open_referee,
-    read_tasks,
-    websight,
-)
+from colbench import DOMAINS, JudgeSettings, human_page_view, main, one_domain
+from convert.websight import websight
 from judge.browser import MAX_PAGE_CHARACTERS, Browser, find_chromium, placeholder_picture
 from judge.pages import (
     ClipReward,
+    PageJudge,
     embedded_similarity,
     extract_html,
     grade_page,
@@ -36,6 +30,7 @@ from judge.pages import (
 )
 from judge.sandbox import Grade
 from speakers.vision import local_images
+from toy.world import toy_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
@@ -68,7 +63,7 @@ def real_pages():
 
 def test_a_crop_is_refused_where_no_clip_crops():
     with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
-        FrontendReferee([{"toy": {}}], RefereeSettings(clip_crop="pad"))
+        PageJudge(JudgeSettings(clip="none", clip_crop="pad"))
 
 
 def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
@@ -123,7 +118,7 @@ def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned)
 
 
 def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, monkeypatch):
-    monkeypatch.setattr("colbench.WEBSIGHT_TRAIN", 2)
+    monkeypatch.setattr("convert.websight.TRAIN_ROWS", 2)
     rows = []
     for index in range(3):
         text = "https://picsum.photos/4/5"
@@ -159,12 +154,13 @@ def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_pages_have_no_tests_to_check_and_are_not_mixed_with_functions():
+def test_pages_have_no_tests_to_check_and_are_not_mixed_with_functions(tmp_path):
+    pages = toy_tasks("toy:frontend:test", 1)
+    (tmp_path / "pages.jsonl").write_text(json.dumps(pages[0]))
     with pytest.raises(SystemExit, match="found frontend tasks, expected tasks that have tests"):
-        main(["check", "toy:frontend:train"])
-    tasks = read_tasks("toy:frontend:test", 1) + read_tasks("toy:backend:test", 1)
+        main(["check", f"{tmp_path}/pages.jsonl"])
     with pytest.raises(SystemExit, match="expected one domain"):
-        open_referee(tasks, RefereeSettings())
+        one_domain(pages + toy_tasks("toy:backend:test", 1))
 
 
 # -----------------------------------------------------------------------------
@@ -307,7 +303,8 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
         {"role": "user", "content": "a page"},
         {"role": "assistant", "content": "see {x} " + PAGE},
     ]
-    messages = human_page_messages(task, history, png, png, prompt)
+    judge = types.SimpleNamespace(picture=lambda page: png)
+    messages = human_page_view(task, history, prompt, judge)
     (message,) = messages
     text = json.dumps(parts_of(message, "text"))
     assert "a {page}" in text
@@ -318,7 +315,7 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
     (local,) = local_images(messages)
     assert [part["image"].size for part in parts_of(local, "image")] == [(4, 5)] * 2
 
-    (no_page,) = human_page_messages(task, history[:1], None, png, prompt)
+    (no_page,) = human_page_view(task, history[:1], prompt, judge)
     assert len(parts_of(no_page, "image_url")) == 1
 
 
@@ -326,8 +323,8 @@ def test_human_is_told_which_page_there_is_no_picture_of(browser):
     history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": "no page"}]
     too_long = f"<html>{' ' * MAX_PAGE_CHARACTERS}</html>"
     task = {"problem_description": "a page", "domain": "frontend", "ground_truth": too_long}
-    with FrontendReferee([task], RefereeSettings(clip="none")) as referee:
-        (message,) = referee.human_view(task, history, "{message}").result()
+    with PageJudge(JudgeSettings(clip="none")) as judge:
+        (message,) = human_page_view(task, history, "{message}", judge)
     texts = [part["text"] for part in parts_of(message, "text")]
     assert texts[1:] == ["The designer shows no page.", "The page you want cannot be drawn."]
     assert not parts_of(message, "image_url")

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import metrics, run_script
+from conftest import metrics, run_module, run_script
 
 from colbench import read_episodes
 
@@ -18,12 +18,6 @@ def play(path, *more, **options):
     return run_script(
         "collect.py", "--tasks", "toy:backend:train", "--num_tasks", 10, "--samples_per_task", 4,
         "--agent", "toy/base", "--max_new_tokens", 96, "--output", path, *more, **options)
-
-
-def evaluate(output, agent, num_tasks, *more):
-    return run_script(
-        "evaluate.py", "--tasks", "toy:backend:test", "--num_tasks", num_tasks, "--agent", agent,
-        "--max_new_tokens", 96, "--output", output, *more)
 
 
 @pytest.fixture(scope="module")
@@ -106,51 +100,47 @@ def test_the_toy_pages_are_played_and_graded_in_the_browser(tmp_path):
 
 def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
     critic, policy, report = tmp_path / "critic", tmp_path / "sweet", tmp_path / "report.html"
-    training = ("--model", "toy/base", "--micro_batch_size", 8, "--max_steps", 4, "--lr", 1e-4)
+    candidates, ranked = tmp_path / "candidates.jsonl", critic / "ranked.jsonl"
+    training = ("--model", "toy/base", "--micro_batch_size", 8, "--max_steps", 4, "--lr", 1e-4,
+                "--packed")
+    run_script("collect.py", "--states", episodes, "--states_fraction", 0.5, "--states_per_task", 2,
+               "--agent", "toy/base", "--max_new_tokens", 96, "--output", candidates)
     run_script("train_critic.py", "--episodes", episodes, "--pairs", "all", "--holdout", 0.2,
-               *training, "--output", critic)
-    reported = metrics(critic)[-1]
-    assert "credit_auc/question_question" in reported and 0 <= reported["credit_auc/all"] <= 1
-    run_script("train_policy.py", "--method", "sweet", "--episodes", episodes, *training,
-               "--critic", critic, "--data_fraction", 0.3, "--states_per_task", 2,
-               "--max_new_tokens", 96, "--output", policy)
-    done = evaluate(tmp_path / "test", policy, 6, "--best_of_n", 1, 2, "--critic", critic,
-                    "--report", report)
-    results = json.loads((tmp_path / "test/results.json").read_text())
-    assert set(results["policies"]) == {"sweet-best-of-1", "sweet-best-of-2"}
-    assert "sweet-best-of-2" in done.stdout
+               *training, "--output", critic, "--candidates", candidates)
+    run_module("toy.credit", "auc", ranked, "--metrics", critic / "metrics.jsonl")
+    assert 0 <= metrics(critic)[-1]["credit_auc/all"] <= 1
+    run_script("train_policy.py", "--candidates", ranked, *training, "--output", policy)
+    test = ("--tasks", "toy:backend:test", "--num_tasks", 4, "--samples_per_task", 1,
+            "--max_new_tokens", 96)
+    for name, agent in (("base", "toy/base"), ("sweet", policy)):
+        run_script("collect.py", *test, "--agent", agent, "--output", tmp_path / f"{name}.jsonl")
+    run_script("variants/best_of_n.py", *test, "--agent", policy, "--n", 2, "--critic", critic,
+               "--output", tmp_path / "best.jsonl")
+    assert lines(tmp_path / "best.jsonl")[0]["best_of_n"] == 2
+    policies = [f"{name}={tmp_path}/{name}.jsonl" for name in ("base", "sweet", "best")]
+    done = run_script("evaluate.py", *policies, "--output", tmp_path / "evaluation")
+    results = json.loads((tmp_path / "evaluation/results.json").read_text())
+    assert set(results["policies"]) == {"base", "sweet", "best"} and "best" in done.stdout
+    run_module("report", *policies, "--critic", critic, "--metrics",
+               f"critic={critic}/metrics.jsonl", "--output", report)
     page = report.read_text()
     assert "question" in page and "advantages" in page
-    played = tmp_path / "test/sweet-best-of-2.jsonl"
-    before = lines(played)
-    # other N, no report: the same episodes are enough
-    again = evaluate(tmp_path / "test", policy, 6, "--best_of_n", 2, "--critic", critic,
-                     "--draws", 500)
-    assert "sweet-best-of-2" in again.stdout and lines(played) == before
-    assert before[0]["best_of_n"] == 2
-    # without N a critic only shows its advantages: what has been played without it is enough
-    evaluate(tmp_path / "test", policy, 2)
-    done = evaluate(tmp_path / "test", policy, 2, "--critic", critic, "--report", report)
-    assert f"report: {report}" in done.stdout
 
 
-# -----------------------------------------------------------------------------
-# Best of N
-
-
-@pytest.mark.parametrize("name, flags", [
-    ("plain", ("--privileged", "none")), ("value", ("--head", "value")),
-])
-def test_best_of_n_by_a_critic_without_the_solution_or_with_a_value_head(
-        episodes, tmp_path, name, flags):
-    run_script("train_critic.py", "--episodes", episodes, "--pairs", "all", "--model", "toy/base",
-               "--max_steps", 2, "--lr", 1e-4, "--micro_batch_size", 8,
-               "--output", tmp_path / name, *flags)
-    evaluate(tmp_path / "test", "toy/base", 2, "--best_of_n", 3, "--critic", tmp_path / name,
-             "--name", name)
-    assert len(lines(tmp_path / f"test/{name}-best-of-3.jsonl")) == 2
-
-
-def test_a_grader_model_can_choose_among_the_candidates(tiny, tmp_path):
-    evaluate(tmp_path / "test", "toy/base", 2, "--best_of_n", 2, "--critic", f"grader:{tiny()}")
-    assert len(lines(tmp_path / "test/base-best-of-2.jsonl")) == 2
+@pytest.mark.parametrize("ranker", ["true credit", "random", "value"])
+def test_the_policy_learns_from_whoever_ranks(episodes, tmp_path, ranker):
+    candidates, ranked = tmp_path / "candidates.jsonl", tmp_path / "ranked.jsonl"
+    run_script("collect.py", "--states", episodes, "--states_fraction", 0.3, "--states_per_task", 2,
+               "--agent", "toy/base", "--max_new_tokens", 96, "--num_candidates", 8,
+               "--output", candidates)
+    if ranker == "value":
+        run_script("variants/value_critic.py", "--episodes", episodes, "--pairs", "all",
+                   "--model", "toy/base", "--max_steps", 2, "--output", tmp_path / "value",
+                   "--candidates", candidates, "--ranked", ranked)
+    else:
+        more = ("--ranker", "random") if ranker == "random" else ()
+        run_module("toy.credit", "rank", candidates, "--output", ranked, *more)
+    done = run_script("train_policy.py", "--candidates", ranked, "--model", "toy/base",
+                      "--max_steps", 2, "--output", tmp_path / "policy")
+    name = tmp_path / "value" if ranker == "value" else ranker
+    assert f"ranked by {name}" in done.stdout

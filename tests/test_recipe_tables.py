@@ -84,12 +84,8 @@ def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tm
     for seed in range(2):
         for name, solved in BETTER.items():
             if name != "sweet_no_privileged" or seed == 0:  # an ablation may have fewer seeds
-                write_policy(root / str(seed) / "test" / name / f"{name}.jsonl", solved + seed)
-    for name, counts in {"best_of_n": (1, 2, 4, 8, 16), "best_of_n_no_privileged": (8, 16)}.items():
-        policies = {f"base-best-of-{n}": {"success_by_seed": [n / 16]} for n in counts}
-        folder = root / "0/test" / name
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_text(json.dumps({"policies": policies}))
+                write_policy(root / f"{seed}/test/{name}.jsonl", solved + seed)
+    write_policy(root / "0/test/best_of_4.jsonl", 5)
     write_critic(root / "0/critic", 0.5, 0.75)
 
     run_script("runs/toy_seeds.py", root, "--output", table)
@@ -100,5 +96,5 @@ def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tm
     assert found["differences"]["sweet - base"]["value"] == pytest.approx(3 / 6)
     assert found["differences"]["sweet - sweet_no_privileged"]["value"] == pytest.approx(3 / 6)
     assert found["credit_auc"] == [0.75]
-    assert found["best_of_n"] == {"1": [1 / 16], "2": [2 / 16], "4": [4 / 16], "8": [0.5],
-                                  "16": [1.0]}
+    assert found["best_of_4"] == pytest.approx([5 / 6])
+    assert found["differences"]["sweet - best_of_4"]["value"] == pytest.approx(-1 / 6)

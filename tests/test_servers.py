@@ -20,18 +20,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, episode
+from parties import ask_all
 
 import collect
-import evaluate
 import speakers
-import train_policy
-from colbench import ResumableJsonl, derive_seed, read_tasks, without_thoughts
+from colbench import without_thoughts
+from runtime.files import ResumableJsonl
+from runtime.seeds import derive_seed
 from speakers import load_speaker
-from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
+from speakers.interface import (
+    Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up)
+from speakers.pool import run as run_jobs
 from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker
-from stages.processes import Process
 from toy.world import SCRIPTED
+from toy.world import toy_tasks as tasks_of
 
 TIMEOUT = 0.6  # of the client, in seconds
 FAULTS = (
@@ -171,7 +174,7 @@ def toy_answer(tasks):
 def toy_tasks(folder, count):
     """(file, tasks): embedded tasks whose requests all differ, so the server can identify them."""
     tasks = []
-    for index, task in enumerate(read_tasks("toy:backend:train", count)):
+    for index, task in enumerate(tasks_of("toy:backend:train", count)):
         request = f"{task['problem_description']} Ticket {index} of {count}."
         tasks.append(task | {"problem_description": request})
     file = folder / "tasks.jsonl"
@@ -195,12 +198,12 @@ CONVERSATIONS = [[{"role": "user", "content": f"question {index}"}] for index in
 def test_the_texts_are_those_of_the_server_for_these_messages_and_seeds():
     with running(echo) as server:
         speaker = load_speaker(server.url)
-        answers = speaker.speak(CONVERSATIONS, n=3, seeds=range(40))
-        assert answers == speaker.speak(CONVERSATIONS, n=3, seeds=range(40))
+        answers = ask_all(speaker, CONVERSATIONS, n=3, seeds=range(40))
+        assert answers == ask_all(speaker, CONVERSATIONS, n=3, seeds=range(40))
         other = load_speaker(server.url + "/")
-        assert answers[7] == other.speak([CONVERSATIONS[7]], n=3, seeds=[7])[0]
+        assert answers[7] == ask_all(other, [CONVERSATIONS[7]], n=3, seeds=[7])[0]
         assert len({utterance for utterances in answers for utterance in utterances}) == 120
-        assert answers != speaker.speak(CONVERSATIONS, n=3, seeds=range(1, 41))
+        assert answers != ask_all(speaker, CONVERSATIONS, n=3, seeds=range(1, 41))
     assert server.seen_keys == {None}
 
 
@@ -213,7 +216,7 @@ def test_as_many_requests_are_in_flight_as_dialogues_are_played():
 
     with running(answer) as server:
         speaker = load_speaker(server.url, settings=SpeakerSettings(batch_size=100))
-        speaker.speak([CONVERSATIONS[0]] * 100)
+        ask_all(speaker, [CONVERSATIONS[0]] * 100)
     assert not together.broken
 
 
@@ -230,7 +233,7 @@ class OneChoice(Handler):
 def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
     with running(echo) as server:
         server.RequestHandlerClass = OneChoice
-        answers = load_speaker(server.url).speak(CONVERSATIONS[:2], n=3)
+        answers = ask_all(load_speaker(server.url), CONVERSATIONS[:2], n=3)
     for utterances in answers:
         assert len({utterance.text for utterance in utterances}) == 3
         assert not utterances[0].finished
@@ -249,7 +252,7 @@ class NoContent(Handler):
 def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(impatient, reason, text):
     with running(echo) as server:
         server.RequestHandlerClass, server.reason = NoContent, reason
-        (utterance,), = load_speaker(server.url).speak(CONVERSATIONS[:1])
+        (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.finished == (reason == "stop")
     assert without_thoughts(utterance.text) == text
 
@@ -257,9 +260,9 @@ def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(impatient, 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_survived_and_changes_no_text(impatient, fault):
     with running(echo) as server:
-        expected = load_speaker(server.url).speak(CONVERSATIONS, seeds=range(40))
+        expected = ask_all(load_speaker(server.url), CONVERSATIONS, seeds=range(40))
     with running(echo, fault_rate=0.2, faults=[fault]) as server:
-        assert load_speaker(server.url).speak(CONVERSATIONS, seeds=range(40)) == expected
+        assert ask_all(load_speaker(server.url), CONVERSATIONS, seeds=range(40)) == expected
     assert server.seen_faults == {None, fault}
 
 
@@ -286,9 +289,9 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
     with running(echo) as server:
         server.RequestHandlerClass = Refusing
         speaker = load_speaker(server.url)
-        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0][0], Utterance)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
         for _ in range(2):
-            errors = speaker.speak(CONVERSATIONS)
+            errors = ask_all(speaker, CONVERSATIONS)
             for error in errors:
                 assert isinstance(error, SpeakerError) and error.refused
                 assert f"HTTP {status}: too long" in str(error)
@@ -302,9 +305,9 @@ def test_a_server_that_has_refused_all_of_many_requests_is_given_up(monkeypatch)
         server.RequestHandlerClass = Refusing
         speaker = load_speaker(server.url)
         for conversation in CONVERSATIONS:
-            assert isinstance(speaker.speak([conversation])[0], SpeakerError)
+            assert isinstance(ask_all(speaker, [conversation])[0], SpeakerError)
         with pytest.raises(SystemExit, match="a server that answers no request .*HTTP 400"):
-            collect.stop_if_given_up(speaker)
+            stop_if_given_up(speaker)
     assert Refusing.calls == MAX_FAILURES_IN_A_ROW < len(CONVERSATIONS)
 
 
@@ -320,49 +323,49 @@ class Short(Handler):
         self.reply(200, json.dumps({"choices": choices}).encode())
 
 
-def test_a_state_that_a_server_refuses_gets_no_candidates_and_the_rest_is_kept(tmp_path, capsys):
-    episode = {"task": {"task_id": "t"}, "sample": 0}
-    states = [(episode, turn, [{"role": "user", "content": "x"}] * (turn + 1))
-              for turn in range(3)]
+def sampled(folder, url, turns):
+    """The rows of --states: candidates of a dialogue's turns, of which a server is asked."""
+    texts = ["x", *["What?", "That."] * (turns - 1), "I WANT TO ANSWER: x"]
+    given = folder / "given.jsonl"
+    given.write_text(json.dumps(episode("t", 0.0, texts=texts)) + "\n")
+    output = folder / "candidates.jsonl"
+    collect.main(collect.parse_args([
+        "--states", str(given), "--agent", url, "--num_candidates", "2", "--output", str(output)]))
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_a_state_that_a_server_refuses_gets_no_candidates_and_the_rest_is_kept(tmp_path):
     with running(echo) as server:
         server.RequestHandlerClass = Short
-        sampling = train_policy.Sampling(server.url, SpeakerSettings(), num_candidates=2, seed=0)
-        process = Process(0, 1, "cpu")
-        rows = train_policy.sample_candidates(states, sampling, tmp_path, process)
-    assert [(row["turn"], row["candidates"]) for row in rows] == [(0, ["a text", "a text"])]
-    assert capsys.readouterr().out.count("too long") == 2
-    # the server is gone, as after --stop_after sampling: a refused state is not asked for again
-    assert train_policy.sample_candidates(states, sampling, tmp_path, process) == rows
+        rows = sampled(tmp_path, server.url, turns=3)
+    assert [row.get("candidates") for row in rows] == [["a text", "a text"], None, None]
+    assert all("HTTP 400: too long" in row["error"] for row in rows[1:])
 
 
-def test_a_sampler_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
+def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
         monkeypatch, tmp_path):
     monkeypatch.setattr(Refusing, "answered", 0)
-    process = Process(0, 1, "cpu")
-    episode, messages = {"task": {"task_id": "t"}, "sample": 0}, [{"role": "user", "content": "x"}]
-    few, many = ([(episode, turn, messages) for turn in range(count)] for count in (3, 60))
     with running(echo) as server:
-        sampling = train_policy.Sampling(server.url, SpeakerSettings(), num_candidates=2, seed=0)
         server.RequestHandlerClass = Refusing
-        with pytest.raises(SystemExit, match="refuses all 3 states .*HTTP 400: too long"):
-            train_policy.sample_candidates(few, sampling, tmp_path / "few", process)
-        with pytest.raises(SystemExit, match="given up: .*HTTP 400: too long"):
-            train_policy.sample_candidates(many, sampling, tmp_path / "many", process)
+        with pytest.raises(SystemExit, match="everything failed; expected the agent"):
+            sampled(tmp_path, server.url, turns=3)
+        with pytest.raises(SystemExit, match="answers no request .*HTTP 400: too long"):
+            sampled(tmp_path, server.url, turns=60)
         server.RequestHandlerClass = Handler
-        rows = train_policy.sample_candidates(many, sampling, tmp_path / "many", process)
-    assert len(rows) == 60
+        rows = sampled(tmp_path, server.url, turns=60)
+    assert len(rows) == 60 and not any(row["error"] for row in rows)
 
 
 def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
     with running(echo, dies_after=0) as server:
         speaker = load_speaker(server.url)
-        assert all(isinstance(error, SpeakerError) for error in speaker.speak(CONVERSATIONS))
+        assert all(isinstance(error, SpeakerError) for error in ask_all(speaker, CONVERSATIONS))
         calls = server.calls
-        assert all(isinstance(error, SpeakerError) for error in speaker.speak(CONVERSATIONS))
+        assert all(isinstance(error, SpeakerError) for error in ask_all(speaker, CONVERSATIONS))
         assert server.calls == calls  # nothing new is asked
         message = "a server that answers no request .*HTTP 503.*start it again, then rerun the same"
         with pytest.raises(SystemExit, match=message):
-            collect.stop_if_given_up(speaker)
+            stop_if_given_up(speaker)
 
 
 class Unknown(Handler):
@@ -388,14 +391,14 @@ def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_w
         impatient, status):
     with unknown(status) as server:
         speaker = load_speaker(server.url)
-        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0], SpeakerError)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0], SpeakerError)
         message = f"{server.url}: HTTP {status}: no such thing.*correct its address, .*OPENAI_API"
         with pytest.raises(SystemExit, match=message):
-            collect.stop_if_given_up(speaker)
+            stop_if_given_up(speaker)
     with unknown(status, answers=1) as server:
         speaker = load_speaker(server.url)
-        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0][0], Utterance)
-        assert isinstance(speaker.speak(CONVERSATIONS[1:2])[0], SpeakerError)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[1:2])[0], SpeakerError)
         assert speaker.given_up is None
 
 
@@ -405,9 +408,9 @@ def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversatio
         speaker = ServerSpeaker(server.url, settings, pause=0.001, timeout=0.1)
         began = time.monotonic()
         for conversation in CONVERSATIONS:  # one at a time: the slowest way to notice
-            assert isinstance(speaker.speak([conversation])[0], SpeakerError)
+            assert isinstance(ask_all(speaker, [conversation])[0], SpeakerError)
         with pytest.raises(SystemExit, match="a server that answers no request"):
-            collect.stop_if_given_up(speaker)
+            stop_if_given_up(speaker)
         assert 0.6 < time.monotonic() - began < 5
 
 
@@ -456,7 +459,7 @@ def test_a_server_that_asks_to_wait_some_seconds_is_asked_again_after_them(
     with busy(1, status, retry_after) as server:
         speaker = ServerSpeaker(server.url, SpeakerSettings())
         pauses = paused(monkeypatch)
-        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0][0], Utterance)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
     assert len(pauses) == 1 and asked < pauses[0] <= asked + speaker.pause
 
 
@@ -464,7 +467,7 @@ def test_a_server_that_asks_to_wait_is_not_silent(monkeypatch):
     with busy(100, 429, "30") as server:
         speaker = ServerSpeaker(server.url, SpeakerSettings(), timeout=5)
         pauses = paused(monkeypatch)
-        assert isinstance(speaker.speak(CONVERSATIONS[:1])[0], SpeakerError)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0], SpeakerError)
     assert len(pauses) == speaker.retries - 1 and sum(pauses) > 6 * 5
     assert speaker.given_up is None
 
@@ -486,25 +489,29 @@ def test_the_retries_of_one_request_hold_up_no_other_one():
     with running(echo) as server:
         server.RequestHandlerClass = BusyForOne
         speaker = ServerSpeaker(server.url, SpeakerSettings(batch_size=40))
-        replies = [speaker.submit(Request(conversation)) for conversation in CONVERSATIONS]
-        answers = [reply.result(20)[0].text for reply in replies[1:]]
-        assert answers == [conversation[0]["content"] for conversation in CONVERSATIONS[1:]]
-        assert not replies[0].done()
+        requests = [Request(conversation) for conversation in CONVERSATIONS]
+        answered = (answer[0].text for answer in run_jobs(speaker.reply, requests, 40))
+        texts = {next(answered) for _ in requests[1:]}
+    assert texts == {conversation[0]["content"] for conversation in CONVERSATIONS[1:]}
 
 
-def test_a_run_that_fails_does_not_wait_for_requests_under_way(tmp_path):
+def test_a_run_that_fails_does_not_wait_for_requests_under_way():
     program = """if True:
         import sys
         from speakers.interface import Request, SpeakerSettings
+        from speakers.pool import run
         from speakers.server import ServerSpeaker
         speaker = ServerSpeaker(sys.argv[1], SpeakerSettings())
-        speaker.submit(Request([{"role": "user", "content": "question 0"}]))
-        raise SystemExit("no space left")"""
+        def job(number):
+            if number == 1:
+                raise SystemExit("no space left")
+            speaker.reply(Request([{"role": "user", "content": "question 0"}]))
+        list(run(job, range(2), 2))"""
     with running(echo) as server:
         server.RequestHandlerClass = BusyForOne
-        run = subprocess.run([sys.executable, "-c", program, server.url], cwd=ROOT, timeout=20,
-                             capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr == "no space left\n"
+        done = subprocess.run([sys.executable, "-c", program, server.url], cwd=ROOT, timeout=20,
+                              capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "no space left\n"
 
 
 def test_by_default_no_refused_request_waits_longer_than_a_minute():
@@ -527,14 +534,14 @@ def named(name):
 def test_a_server_with_one_model_needs_no_name():
     with running(echo, models=["org/model"]) as server:
         speaker = load_speaker(server.url)
-        speaker.speak(CONVERSATIONS[:2])
+        ask_all(speaker, CONVERSATIONS[:2])
     assert speaker.model_name == "org/model" and server.seen_models == {"org/model"}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_ids_with_slashes_and_adapters_are_models_like_all_others(name):
     with running(echo, models=ADAPTERS) as server:
-        load_speaker(server.url, settings=named(name)).speak(CONVERSATIONS[:2])
+        ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
     assert server.seen_models == {name}
 
 
@@ -565,7 +572,7 @@ def test_a_long_list_of_models_is_cut_in_the_sentence():
 
 def test_a_directory_that_a_server_does_not_list_is_asked_for_all_the_same(tmp_path):
     with running(echo, models=ADAPTERS) as server:  # as `transformers serve` loads on demand
-        load_speaker(server.url, settings=named(str(tmp_path))).speak(CONVERSATIONS[:2])
+        ask_all(load_speaker(server.url, settings=named(str(tmp_path))), CONVERSATIONS[:2])
     assert server.seen_models == {str(tmp_path)}
 
 
@@ -604,7 +611,7 @@ class Unlisted(Handler):
 def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, name):
     with running(echo) as server:
         server.RequestHandlerClass, server.get = Unlisted, get
-        answers = load_speaker(server.url, settings=named(name)).speak(CONVERSATIONS[:2])
+        answers = ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
     assert all(isinstance(answer[0], Utterance) for answer in answers)
     assert server.seen_models == {name}
 
@@ -746,19 +753,15 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(
     assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
-@pytest.mark.parametrize("script", [collect, evaluate])
 def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
-        impatient, tmp_path, script):
+        impatient, tmp_path):
     file, _ = toy_tasks(tmp_path, 3)
     episodes = tmp_path / "episodes.jsonl"
-    if script is collect:
-        output = ["--output", str(episodes)]
-    else:
-        output = ["--output", str(tmp_path), "--name", "episodes"]
 
     def run(agent, *human):
-        flags = ["--tasks", str(file), "--agent", agent.url, "--human", *human]
-        script.main(script.parse_args([*flags, *output]))
+        collect.main(collect.parse_args([
+            "--tasks", str(file), "--agent", agent.url, "--human", *human, "--output",
+            str(episodes)]))
 
     def answer(body, seed):  # some dialogues end without a human reply
         return "I WANT TO ANSWER: x" if "Ticket 1" in str(body["messages"]) else "What?"
@@ -818,7 +821,7 @@ def worker_environments(parent):
 def test_a_server_that_repeats_the_api_key_does_not_get_it_into_an_error(impatient, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
     with running(echo, dies_after=0) as server:
-        errors = load_speaker(server.url).speak(CONVERSATIONS[:2])
+        errors = ask_all(load_speaker(server.url), CONVERSATIONS[:2])
     for error in errors:
         assert "busy, Bearer (the API key)" in str(error) and "sk-" not in str(error)
 
@@ -837,7 +840,7 @@ def test_what_a_server_says_does_not_steer_the_terminal(impatient):
         with pytest.raises(SystemExit) as end:
             load_speaker(server.url)
         settings = SpeakerSettings(model_name="b")
-        error = load_speaker(server.url, settings=settings).speak(CONVERSATIONS[:1])[0]
+        error = ask_all(load_speaker(server.url, settings=settings), CONVERSATIONS[:1])[0]
     assert "a\\x1b[2J" in str(end.value) and "\x1b" not in str(end.value)
     assert "HTTP 400: no \\x1b]0;title\\x07" in str(error)
 
@@ -858,7 +861,7 @@ def test_the_cut_of_a_long_error_leaves_no_part_of_the_api_key(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
     with running(echo) as server:
         server.RequestHandlerClass, server.words_before = Wordy, words_before
-        error = load_speaker(server.url).speak(CONVERSATIONS[:1])[0]
+        error = ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0]
     assert "HTTP 400: ..." in str(error)
     assert "sk" not in str(error)
 
@@ -867,7 +870,7 @@ def test_a_line_break_after_the_api_key_is_dropped_and_an_unusable_key_is_not_qu
         impatient, monkeypatch):
     with running(echo, models=ADAPTERS[:1]) as server:
         monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret\n")
-        assert load_speaker(server.url).speak(CONVERSATIONS[:1])[0][0].text
+        assert ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0].text
         assert server.seen_keys == {"Bearer sk-this-is-secret"}
         for key in ("sk-this\nis-secret", "sk-this\u2013is-secret", "sk-this\x7fis-secret"):
             monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -892,7 +895,7 @@ def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
     with running(echo) as server, running(echo) as other:
         server.RequestHandlerClass, server.elsewhere = Moved, other.url
         speaker = load_speaker(server.url)
-        assert "HTTP 302" in str(speaker.speak(CONVERSATIONS[:1])[0])
+        assert "HTTP 302" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
         assert other.seen_keys == set()
 
 
@@ -925,8 +928,8 @@ def test_transformers_serve_answers_as_the_local_speaker_does(tiny):
         conversation = [{"role": "user", "content": "word " * 9}]
         settings = SpeakerSettings(model_name=tiny(), temperature=0.0, max_new_tokens=8)
         speaker = once_up(f"http://127.0.0.1:{port}/v1", settings)
-        answer = speaker.speak([conversation])[0]
-        local = load_speaker(tiny(), settings=settings).speak([conversation])[0]
+        answer = ask_all(speaker, [conversation])[0]
+        local = ask_all(load_speaker(tiny(), settings=settings), [conversation])[0]
         assert isinstance(answer[0], Utterance) and answer[0].text == local[0].text
     finally:
         server.terminate()

@@ -7,14 +7,15 @@ import weakref
 import pytest
 import torch
 from conftest import ROOT, TEMPLATES, UNNESTED, byte_tokenizer, tiny_model
+from parties import ask_all
 
 import speakers.local
-from colbench import encode_prompt, read_tasks, without_thoughts
+from colbench import encode_prompt, without_thoughts
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
-from speakers.interface import SpeakerSettings, Utterance
+from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, pick_tokens, uniform_numbers
-from toy.world import SCRIPTED
+from toy.world import SCRIPTED, toy_tasks
 
 # -----------------------------------------------------------------------------
 # The local speaker
@@ -38,20 +39,30 @@ CONVERSATIONS = [
 ])
 def test_greedy_texts_are_the_same_batched_and_alone(template, family):
     greedy = speaker(template, family, temperature=0)
-    alone = [greedy.speak([conversation])[0] for conversation in CONVERSATIONS]
-    assert greedy.speak(CONVERSATIONS) == alone
+    alone = [ask_all(greedy, [conversation])[0] for conversation in CONVERSATIONS]
+    assert ask_all(greedy, CONVERSATIONS) == alone
     assert len({utterances[0].text for utterances in alone}) > 1
 
 
 def test_sampled_texts_depend_on_the_seed_and_not_on_the_rest_of_the_batch():
     sampler = speaker()
     seeds = [11, 12, 13, 14, 15]
-    together = sampler.speak(CONVERSATIONS, n=3, seeds=seeds)
-    alone = [sampler.speak([conversation], n=3, seeds=[seed])[0]
+    together = ask_all(sampler, CONVERSATIONS, n=3, seeds=seeds)
+    alone = [ask_all(sampler, [conversation], n=3, seeds=[seed])[0]
              for conversation, seed in zip(CONVERSATIONS, seeds, strict=True)]
     assert together == alone
-    assert together != sampler.speak(CONVERSATIONS, n=3, seeds=[1, 2, 3, 4, 5])
+    assert together != ask_all(sampler, CONVERSATIONS, n=3, seeds=[1, 2, 3, 4, 5])
     assert len({utterance.text for utterance in together[0]}) > 1
+
+
+def test_requests_for_unequal_numbers_of_samples_may_come_together_in_any_order():
+    sampler = speaker(batch_size=4)
+    requests = [Request(messages, n, seed) for seed, (messages, n)
+                in enumerate(zip(CONVERSATIONS, (3, 1, 1, 3, 6), strict=True))]
+    together = sampler.speak(requests)
+    assert together == [sampler.reply(request) for request in requests]
+    assert together[::-1] == sampler.speak(requests[::-1])
+    assert [len(utterances) for utterances in together] == [3, 1, 1, 3, 6]
 
 
 def test_samples_follow_the_model_distribution():
@@ -65,7 +76,7 @@ def test_samples_follow_the_model_distribution():
 def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own():
     sampler = speaker(max_new_tokens=12)
     ids = encode_prompt(sampler.tokenizer, CONVERSATIONS[0])
-    utterances = sampler.speak([CONVERSATIONS[0]], n=2, seeds=[5])[0]
+    utterances = ask_all(sampler, [CONVERSATIONS[0]], n=2, seeds=[5])[0]
     uniform = uniform_numbers([5], 2, 12)
     for sample in range(2):
         longer = torch.tensor([ids])
@@ -84,7 +95,7 @@ def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(fami
     """Samples of prompts of unequal length end at different times, so rows and prompts leave."""
     sampler = speaker(family=family, max_new_tokens=40)
     sampler.stops |= set(range(50))  # texts end often
-    shared = sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
+    shared = ask_all(sampler, CONVERSATIONS, n=4, seeds=range(5))
     assert sampler.model.config._attn_implementation == "shared_prompts"
 
     def copy_prompts(model, cache, n):
@@ -92,7 +103,7 @@ def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(fami
         return cache
 
     monkeypatch.setattr(speakers.local, "share_prompts", copy_prompts)
-    assert shared == sampler.speak(CONVERSATIONS, n=4, seeds=range(5))
+    assert shared == ask_all(sampler, CONVERSATIONS, n=4, seeds=range(5))
     longest = [max(len(utterance.text) for utterance in utterances) for utterances in shared]
     distinct = {utterance.text for utterances in shared for utterance in utterances}
     assert len(set(longest)) > 1 and len(distinct) > 9
@@ -101,8 +112,8 @@ def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(fami
 def test_a_model_with_an_attention_of_its_own_keeps_it_for_samples():
     sampler, eager = speaker(), speaker()
     eager.model.set_attn_implementation("eager")
-    texts = sampler.speak(CONVERSATIONS, n=3, seeds=range(5))
-    assert eager.speak(CONVERSATIONS, n=3, seeds=range(5)) == texts
+    texts = ask_all(sampler, CONVERSATIONS, n=3, seeds=range(5))
+    assert ask_all(eager, CONVERSATIONS, n=3, seeds=range(5)) == texts
     assert eager.model.config._attn_implementation == "eager"
 
 
@@ -112,7 +123,7 @@ def test_greedy_equals_the_generate_of_transformers():
     output = greedy.model.generate(
         torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=list(greedy.stops))
     text = greedy.tokenizer.decode(output[0, len(ids):], skip_special_tokens=True)
-    assert greedy.speak([CONVERSATIONS[0]])[0][0].text == text
+    assert ask_all(greedy, [CONVERSATIONS[0]])[0][0].text == text
 
 
 def test_a_kept_cache_changes_no_greedy_token_and_only_new_tokens_are_read():
@@ -128,8 +139,8 @@ def test_a_kept_cache_changes_no_greedy_token_and_only_new_tokens_are_read():
     conversations = [list(conversation) for conversation in CONVERSATIONS]
     keys = list("abcde")
     for turn in range(4):
-        answers = greedy.speak(conversations, keys=keys)
-        assert answers == [fresh.speak([conversation])[0] for conversation in conversations]
+        answers = ask_all(greedy, conversations, keys=keys)
+        assert answers == [ask_all(fresh, [conversation])[0] for conversation in conversations]
         for index, (conversation, utterances) in enumerate(
                 zip(conversations, answers, strict=True)):
             conversation.append({"role": "assistant", "content": utterances[0].text})
@@ -168,16 +179,16 @@ def test_a_model_with_recurrent_layers_is_refused_with_a_sentence():
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
     talker = speaker(max_new_tokens=2, batch_size=3)
     for key in "abcd":
-        talker.speak(CONVERSATIONS[:1], keys=[key])
+        ask_all(talker, CONVERSATIONS[:1], keys=[key])
     assert list(talker.kept) == list("bcd")
-    talker.speak(CONVERSATIONS[:1], keys=["b"])
-    talker.speak(CONVERSATIONS[:1], keys=["e"])
+    ask_all(talker, CONVERSATIONS[:1], keys=["b"])
+    ask_all(talker, CONVERSATIONS[:1], keys=["e"])
     assert list(talker.kept) == list("dbe")
 
 
 def test_caches_of_the_turn_before_are_freed_before_the_model_reads_and_writes():
     talker, alive = speaker(max_new_tokens=3), []
-    talker.speak(CONVERSATIONS, keys=list("abcde"))
+    ask_all(talker, CONVERSATIONS, keys=list("abcde"))
     before = [weakref.ref(kept.layers[0][0]) for kept in talker.kept.values()]
 
     def count_alive(*_):
@@ -185,17 +196,17 @@ def test_caches_of_the_turn_before_are_freed_before_the_model_reads_and_writes()
 
     talker.model.register_forward_pre_hook(count_alive)
     turn = [{"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]
-    talker.speak([conversation + turn for conversation in CONVERSATIONS], keys=list("abcde"))
+    ask_all(talker, [conversation + turn for conversation in CONVERSATIONS], keys=list("abcde"))
     assert len(before) == 5 and alive and not any(alive)
 
 
 def test_an_utterance_is_marked_finished_unless_it_was_cut():
     talker = speaker(temperature=0, max_new_tokens=5)
-    assert talker.speak([CONVERSATIONS[0]])[0][0].finished is False
+    assert ask_all(talker, [CONVERSATIONS[0]])[0][0].finished is False
     prompt = encode_prompt(talker.tokenizer, CONVERSATIONS[0])
     token = talker.model(torch.tensor([prompt])).logits[0, -1].argmax().item()
     talker.stops = {token}
-    assert talker.speak([CONVERSATIONS[0]])[0][0] == Utterance("", True)
+    assert ask_all(talker, [CONVERSATIONS[0]])[0][0] == Utterance("", True)
 
 
 def test_a_dialogue_that_an_error_stops_before_the_agent_speaks_has_no_tokens():
@@ -208,11 +219,11 @@ def test_a_dialogue_that_an_error_stops_before_the_agent_speaks_has_no_tokens():
 
 def test_a_scripted_text_depends_on_the_seed_and_each_sample_has_its_own():
     agent = load_speaker("scripted")
-    tasks = read_tasks("toy:backend:train", 3) * 4
+    tasks = toy_tasks("toy:backend:train", 3) * 4
     conversations = [[{"role": "user", "content": task["problem_description"]}] for task in tasks]
-    answers = agent.speak(conversations, n=4, seeds=range(12), tasks=tasks)
-    assert answers == agent.speak(conversations, n=4, seeds=range(12), tasks=tasks)
-    assert answers[5] == agent.speak([conversations[5]], n=4, seeds=[5], tasks=[tasks[5]])[0]
+    answers = ask_all(agent, conversations, n=4, seeds=range(12), tasks=tasks)
+    assert answers == ask_all(agent, conversations, n=4, seeds=range(12), tasks=tasks)
+    assert answers[5] == ask_all(agent, [conversations[5]], n=4, seeds=[5], tasks=[tasks[5]])[0]
     assert all(len(utterances) == 4 for utterances in answers)
     assert any(len(set(utterances)) > 1 for utterances in answers)
 
@@ -228,7 +239,7 @@ def test_a_manner_without_a_script_is_refused_with_those_that_exist():
 def test_thoughts_that_the_template_opens_and_the_limit_cuts_do_not_pass_for_speech():
     opening = TEMPLATES["qwen2.5"].replace("assistant\n' }}", "assistant\n<think>\n' }}")
     thinker = speaker(opening, max_new_tokens=4)
-    (utterance,), = thinker.speak(CONVERSATIONS[:1])
+    (utterance,), = ask_all(thinker, CONVERSATIONS[:1])
     assert thinker.opens_thoughts and without_thoughts(utterance.text) is None
     assert not speaker().opens_thoughts
 
@@ -239,7 +250,8 @@ def test_a_named_script_of_ones_own_speaks_on_tasks_of_no_embedded_world(monkeyp
 
     monkeypatch.setitem(SCRIPTED, ("backend", "human", "oracle"), script)
     task = {"domain": "backend", "problem_description": "write f", "ground_truth": "x"}
-    (utterance,), = load_speaker("scripted:oracle", "human").speak(CONVERSATIONS[:1], tasks=[task])
+    human = load_speaker("scripted:oracle", "human")
+    (utterance,), = ask_all(human, CONVERSATIONS[:1], tasks=[task])
     assert utterance.text == "x"
 
 
@@ -248,10 +260,10 @@ def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
     opening = [{"role": "user", "content": "write f"}]
     later = opening + [{"role": "assistant", "content": "?"}, {"role": "user", "content": "!"}]
     agent, human = load_speaker("scripted"), load_speaker("scripted", "human")
-    first, second = agent.speak([opening, later], seeds=[0, 0], tasks=[task, task])
+    first, second = ask_all(agent, [opening, later], seeds=[0, 0], tasks=[task, task])
     assert first == [Utterance("What else should I know?", True)]
     assert second == [Utterance(f"{ANSWER_MARKER} pass", True)]
-    reply = human.speak([later], seeds=[0], tasks=[task])[0]
+    reply = ask_all(human, [later], seeds=[0], tasks=[task])[0]
     assert reply == [Utterance("I do not know.", True)]
 
 

@@ -5,6 +5,7 @@ Run: pytest tests/test_vision.py
 
 import io
 import json
+import types
 
 import pytest
 import torch
@@ -13,32 +14,28 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_browser import needs_chromium
 
-import speakers.vision
-import train_critic
+import variants.sight
 from colbench import (
     agent_messages,
     complete_episode,
-    critic_messages,
     encode_prompt,
-    group_by_task,
-    human_page_messages,
+    human_page_view,
+    image_part,
     read_episodes,
-    read_tasks,
     states_of,
 )
+from runtime import checkpoints
+from runtime.models import load_model
+from runtime.processes import Process
 from speakers import load_speaker
-from speakers.interface import SpeakerSettings
-from speakers.local import load_model, pick_tokens, uniform_numbers
-from speakers.vision import (
-    Sight,
-    VisionSpeaker,
-    load_processor,
-    picture_inputs,
-    vision_value_class,
-)
-from stages.processes import Process
-from toy.world import page_of
-from training import checkpoints, ranks
+from speakers.interface import Request, SpeakerSettings
+from speakers.local import pick_tokens, uniform_numbers
+from speakers.vision import VisionSpeaker, load_processor, picture_inputs
+from toy.frontend import page_of
+from toy.world import toy_tasks
+from train_critic import critic_messages
+from variants.sight import Sight, vision_value_class
+from variants.value_critic import ValueCritic
 
 # The structure of Qwen2-VL's template: a picture is a token of its own between two others
 TEMPLATE = (
@@ -97,10 +94,12 @@ def png(colour, height=60):
 
 
 def conversation(shown="red", wanted="blue", words="what now?", height=60):
-    task = {"problem_description": "a page"}
-    history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": words}]
-    page = png(shown, height) if shown else None
-    return human_page_messages(task, history, page, png(wanted), "Say what differs in {message}")
+    pages = {"<html>shown</html>": shown and png(shown, height), "wanted": png(wanted)}
+    judge = types.SimpleNamespace(picture=pages.get)
+    task = {"problem_description": "a page", "ground_truth": "wanted"}
+    content = f"{words} <html>shown</html>" if shown else words
+    history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": content}]
+    return human_page_view(task, history, "Say what differs in {message}", judge)
 
 
 # -----------------------------------------------------------------------------
@@ -112,12 +111,18 @@ def vision_speaker(path, max_new_tokens, temperature=0.0, **settings):
         temperature=temperature, max_new_tokens=max_new_tokens, **settings))
 
 
+def answers_of(speaker, conversations, n=1, first_seed=0):
+    """What the speaker answers to all of them at once; conversation i has the seed after i."""
+    return speaker.speak([Request(messages, n, first_seed + index)
+                          for index, messages in enumerate(conversations)])
+
+
 def test_the_human_sees_both_pictures(tiny_vision):
     speaker = vision_speaker(tiny_vision, 24)
-    answers = [speaker.speak([conversation(shown, wanted)])[0]
+    answers = [answers_of(speaker, [conversation(shown, wanted)])[0]
                for shown, wanted in (("red", "blue"), ("green", "blue"), ("red", "white"))]
     assert len({answer[0] for answer in answers}) == 3
-    assert answers[0] == speaker.speak([conversation()])[0]
+    assert answers[0] == answers_of(speaker, [conversation()])[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -128,10 +133,10 @@ def test_conversations_answered_together_are_answered_as_one_by_one(tiny_vision,
         conversation("green", height=300),
     ]
     speaker = vision_speaker(tiny_vision, 16, temperature)
-    together = speaker.speak(conversations, n=2, seeds=[5, 6, 7])
+    together = answers_of(speaker, conversations, 2, 5)
     single = vision_speaker(tiny_vision, 16, temperature, batch_size=1)
     for index, messages in enumerate(conversations):
-        alone = single.speak([messages], n=2, seeds=[5 + index])
+        alone = answers_of(single, [messages], 2, 5 + index)
         assert alone == [together[index]]
         assert (alone[0][0] == alone[0][1]) == (temperature == 0)
 
@@ -149,15 +154,14 @@ def test_text_alone_is_answered_as_a_text_model_would(tiny_vision):
             break
         ids = torch.cat([ids, token[None]], 1)
     expected = tokenizer.decode(ids[0], skip_special_tokens=True)
-    text = speaker.speak([messages], seeds=[3])[0][0].text
+    text = speaker.reply(Request(messages, 1, 3))[0].text
     assert expected.endswith(text)
-    assert speaker.count_tokens([text, text]) == 2 * len(tokenizer.encode(text))
 
 
 def test_a_spelt_out_picture_token_is_only_removed(tiny_vision):
     speaker = vision_speaker(tiny_vision, 8)
     spelt_out = conversation(words="what <|image_pad|>now<end>?")
-    assert speaker.speak([spelt_out]) == speaker.speak([conversation()])
+    assert answers_of(speaker, [spelt_out]) == answers_of(speaker, [conversation()])
 
 
 def test_a_text_model_as_human_of_pages_is_refused_before_anything_is_played(tiny, tmp_path):
@@ -191,7 +195,7 @@ MESSAGES = [{"role": "user", "content": "make a page ."}]
 
 
 def page_task(index=0, **changes):
-    task = read_tasks("toy:frontend:train", index + 1)[index]
+    task = toy_tasks("toy:frontend:train", index + 1)[index]
     choice = task["toy"]["wanted"] | changes
     return task | {"ground_truth": page_of(task["toy"]["topic"], choice)}
 
@@ -213,8 +217,7 @@ def save_critic(folder, tiny_vision, privileged):
     torch.manual_seed(1)
     torch.nn.init.normal_(model.score.weight)
     folder.mkdir()
-    flags = {"head": "value", "normalise": "turn", "privileged": privileged, "max_length": 2000,
-             "model": tiny_vision, "lora_rank": 0}
+    flags = {"privileged": privileged, "max_length": 2000, "model": tiny_vision, "holdout": 0.1}
     (folder / "run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     processor = load_processor(tiny_vision)
     checkpoints.save_checkpoint(folder, model, processor, None, Process(0, 1, "cpu"))
@@ -226,7 +229,7 @@ def critic(tiny_vision, tmp_path_factory):
     """(critic reopened from its directory, the model that was saved there)"""
     folder = tmp_path_factory.mktemp("critics") / "seeing"
     model = save_critic(folder, tiny_vision, "ground_truth")
-    return train_critic.Critic(str(folder), "cpu"), model
+    return ValueCritic(str(folder), "cpu"), model
 
 
 @needs_chromium
@@ -240,11 +243,12 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
     view = critic_messages(
-        task, agent_messages(plain, "Draw."), picture=sight.draw(task["ground_truth"]))
+        task, agent_messages(plain, "Draw."),
+        picture=image_part(sight.draw(task["ground_truth"])))
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
-    row = train_critic.dialogue_row(reopened.reader, episode)
+    row = reopened.reader.dialogue(episode)
     means = []
     for turn in range(3):
         end = max(index for index, found in enumerate(row.turn_index) if found == turn)
@@ -280,9 +284,9 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
 
 def test_without_privileged_information_no_picture_is_drawn_or_seen(
         tiny_vision, tmp_path, monkeypatch):
-    monkeypatch.setattr(speakers.vision, "Browser", None)
+    monkeypatch.setattr(variants.sight, "Browser", None)
     save_critic(tmp_path / "blind", tiny_vision, "none")
-    blind = train_critic.Critic(str(tmp_path / "blind"), "cpu")
+    blind = ValueCritic(str(tmp_path / "blind"), "cpu")
     texts = ["a page", "b <|image_pad|>"]
     white, dark = (blind.advantages(page_task(page=page), MESSAGES, texts, [True] * 2)
                    for page in ("white", "dark"))
@@ -301,19 +305,23 @@ def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_o
 def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
     reopened, _ = critic
     episode = page_episode(page_task(), ["one page " * 20, "another", "the last"], 0.5)
-    whole = train_critic.dialogue_row(reopened.reader, episode)
-    shorter = reopened.reader._replace(max_length=len(whole.ids) - 1)
-    row = train_critic.dialogue_row(shorter, episode)
-    opening = whole.turn_index.index(0)
-    assert row.dropped == 1 and row.ids[:opening] == whole.ids[:opening]
-    assert row.ids[:opening].count(reopened.model.config.image_token_id) > 4
-    tiny_limit = reopened.reader._replace(max_length=20)
-    assert train_critic.dialogue_row(tiny_limit, episode) is None
+    reader = reopened.reader
+    whole, limit = reader.dialogue(episode), reader.max_length
+    try:
+        reader.max_length = len(whole.ids) - 1
+        row = reader.dialogue(episode)
+        opening = whole.turn_index.index(0)
+        assert max(row.turn_index) == 1 and row.ids[:opening] == whole.ids[:opening]
+        assert row.ids[:opening].count(reopened.model.config.image_token_id) > 4
+        reader.max_length = 20
+        assert reader.dialogue(episode) is None
+    finally:
+        reader.max_length = limit
 
 
 def training_flags(episodes, model, output, *more):
     flags = [
-        "--episodes", episodes, "--model", model, "--output", output, "--head", "value",
+        "--episodes", episodes, "--model", model, "--output", output,
         "--pairs", "all", "--lr", 3e-3, "--batch_size", 4, "--epochs", 6, "--max_length", 2000,
         "--holdout", 0.3, *more,
     ]
@@ -337,11 +345,11 @@ def page_episodes(tmp_path_factory):
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_vision, tmp_path):
     output = tmp_path / "critic"
-    done = run_script("train_critic.py", *training_flags(page_episodes, tiny_vision, output))
+    done = run_script("variants/value_critic.py", *training_flags(page_episodes, tiny_vision, output))
     lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05
     assert "holdout/accuracy" in done.stdout
-    trained = train_critic.Critic(str(output), "cpu")
+    trained = ValueCritic(str(output), "cpu")
     scores = trained.advantages(page_task(), MESSAGES, ["red red", "blue"], [True] * 2)
     assert scores[0] > scores[1]
 
@@ -356,7 +364,7 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
     for name, processes, more in runs:
         flags = training_flags(
             page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more)
-        run_script("train_critic.py", *flags, processes=processes)
+        run_script("variants/value_critic.py", *flags, processes=processes)
         weights.append(load_file(tmp_path / name / "model.safetensors"))
     one, *others = weights
     for other in others:
@@ -374,36 +382,24 @@ def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monke
 
 @needs_chromium
 def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny_vision, tmp_path):
-    process = Process(0, 1, "cpu")
-    sight = Sight(tiny_vision, "ground_truth")
-    reader = train_critic.Reader(sight.processor.tokenizer, "ground_truth", 2000, sight)
-    groups = group_by_task(read_episodes(page_episodes))
-    first_task = sorted(groups)[0]
-    pairs = train_critic.pair_episodes(groups[first_task], "all")
-    items, _ = train_critic.pair_items(reader, [pairs], "pair")
-    models = []
-    for stops in (False, True):
-        model, optimizer = started(tiny_vision, process)
-        for step in range(2):
-            metrics = train_critic.value_objective(model, items)
-            metrics["train/loss"].mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if stops and step == 0:
-                checkpoints.save_state(tmp_path / "state", 1, model, optimizer, process)
-                model, optimizer = started(tiny_vision, process)
-                assert checkpoints.load_state(tmp_path / "state", model, optimizer, process) == 1
-                for group in optimizer.param_groups:
-                    group["lr"] = 1e-3
-        models.append(model)
-    whole, resumed = models
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
+    for name, cuts in (("cut", (["--max_steps", 1], [])), ("whole", ([],))):
+        for cut in cuts:
+            flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--epochs", 1)
+            run_script("variants/value_critic.py", *flags, *cut)
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(cut[name], value) for name, value in whole.items())
 
 
-def started(tiny_vision, process):
-    torch.manual_seed(2)
-    args = train_critic.parse_args(["--episodes", "e", "--output", "o",
-                                    "--model", str(tiny_vision)])
-    model = ranks.load_trainable(args, process, vision_value_class(tiny_vision))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+@needs_chromium
+def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_path):
+    reopened, _ = critic
+    save_critic(tmp_path / "critic", tiny_vision, "ground_truth")
+    state = {"task": page_task(), "sample": 0, "turn": 0, "messages": MESSAGES,
+             "agent_prompt": "Draw.", "candidates": ["a page", "another"],
+             "finished": [True, False], "error": None}
+    (tmp_path / "candidates.jsonl").write_text(json.dumps(state) + "\n")
+    run_script("variants/value_critic.py", "--output", tmp_path / "critic", "--candidates",
+               tmp_path / "candidates.jsonl")
+    ranked = json.loads((tmp_path / "critic/ranked.jsonl").read_text())
+    expected = reopened.advantages(state["task"], MESSAGES, state["candidates"], state["finished"])
+    assert ranked["advantages"] == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,190 @@
+"""Best of N: a critic or a grader model chooses each turn. Run: pytest tests/test_best_of_n.py"""
+
+import json
+import threading
+
+import pytest
+from conftest import run_script
+from parties import (
+    RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, played, within)
+
+import collect
+from collect import play
+from judge.sandbox import ANSWER_MARKER
+from speakers.interface import Request, SpeakerError, Utterance
+from variants import best_of_n
+from variants.best_of_n import BestOfN, CriticChoice, GraderChoice
+
+REQUEST = Request([{"role": "user", "content": "x"}], task={"task_id": "t"}, key=("t", 0))
+
+
+def pick_plus_signs(count):
+    """A grader's line: it names the candidate that ends in `count` plus signs."""
+    def line(request):
+        lines = request.messages[0]["content"].splitlines()
+        named = [text for text in lines if text.endswith("?" + "+" * count)]
+        return named[-1][:3] if named else "none of them"
+
+    return line
+
+
+class Critic:
+    """Prefers the candidate with so many plus signs, and notes what it was asked."""
+
+    def __init__(self, favourite=2):
+        self.favourite, self.asked = favourite, []
+
+    def advantages(self, task, messages, texts, finished):
+        self.asked.append((task, messages, finished))
+        return [float(text.count("+") == self.favourite) for text in texts]
+
+
+def said(episode):
+    return [message["output"] for message in episode["dialogue_history"][1::2]]
+
+
+# -----------------------------------------------------------------------------
+# The choice
+
+
+def test_a_critic_chooses_every_message_and_sees_the_task_and_the_dialogue():
+    critic, agent = Critic(), Served(asker(lambda key: 3))
+    best = BestOfN(agent, CriticChoice(critic), 4)
+    episode = play(TASKS[0], 0, best, Served(human_line), HeldJudge(), RULES)
+    assert said(episode) == ["What about 0?++", "What about 1?++", f"{ANSWER_MARKER} x = 2++"]
+    assert all(request.n == 4 for request in agent.asked)
+    tasks, dialogues, finished = zip(*critic.asked, strict=True)
+    assert tasks == (TASKS[0],) * 3 and finished == ([True] * 4,) * 3
+    assert dialogues == tuple(request.messages for request in agent.asked)
+
+
+@pytest.mark.parametrize("advantages, index", [
+    ([0.5, 0.2, 0.5], 0), ([-0.5, -0.2, -0.9], 1), (None, 0)])
+def test_the_greatest_advantage_wins_the_first_of_equals_and_too_long_a_state_has_none(
+        advantages, index):
+    texts, critic = ["a", "b", "c"], Critic()
+    critic.advantages = lambda *_: advantages
+    agent = Served(None)
+    agent.reply_to = lambda request: [Utterance(text, True) for text in texts]
+    assert BestOfN(agent, CriticChoice(critic), 3).reply(REQUEST) == [
+        Utterance(texts[index], True)]
+
+
+def test_an_empty_message_wins_only_where_all_are_empty():
+    critic = Critic()
+    critic.advantages = lambda *_: [9.0, -1.0]
+    agent = Served(None)
+    agent.reply_to = lambda request: [Utterance(" \n", True), Utterance("b", True)]
+    assert BestOfN(agent, CriticChoice(critic), 2).reply(REQUEST)[0].text == "b"
+    agent.reply_to = lambda request: [Utterance("", True), Utterance(" ", True)]
+    assert BestOfN(agent, CriticChoice(critic), 2).reply(REQUEST)[0].text == ""
+
+
+def test_a_critic_and_a_local_agent_compute_in_one_thread_in_batches():
+    threads, sizes = set(), []
+
+    class Noting(CriticChoice):
+        def advantages(self, states):
+            threads.add(threading.current_thread())
+            sizes.append(len(states))
+            return super().advantages(states)
+
+    agent = Local(asker(lambda key: 2), note=lambda: threads.add(threading.current_thread()))
+    best = BestOfN(agent, Noting(Critic()), 4)
+    order, episodes = played(best, Served(human_line), HeldJudge(), 8, 4)
+    assert len(threads) == 1 and sum(sizes) == 16 and max(sizes) == 4
+    assert all(said(episode)[0] == "What about 0?++" for episode in episodes)
+
+
+# -----------------------------------------------------------------------------
+# A grader model
+
+
+def test_a_served_agent_and_grader_wait_for_no_other_dialogue():
+    task_0 = TASKS[0]["problem_description"]
+    grader = Served(pick_plus_signs(2), held=lambda request: task_0 in str(request.messages))
+    agent = Served(asker(lambda key: 3))
+    best = BestOfN(agent, GraderChoice(grader), 4)
+    order, episodes = played(best, Served(human_line), HeldJudge(), 10, 3, last=grader.open)
+    assert order[-1] == 0 and sorted(order) == list(range(10))
+    for episode in episodes:
+        assert said(episode)[:2] == ["What about 0?++", "What about 1?++"]
+        assert said(episode)[2] == f"{ANSWER_MARKER} x = 2"  # the grader names none: the first
+
+
+@pytest.mark.parametrize("line, error", [
+    ("<think>2, I think", "grader: found thoughts that never end"),
+    ("<think>1?</think> [2] is best", None)])
+def test_a_grader_may_think_but_must_come_to_an_end(line, error):
+    best = BestOfN(Served(asker(lambda key: 9)), GraderChoice(Served(lambda request: line)), 3)
+    if error:
+        with pytest.raises(SpeakerError, match=error):
+            best.reply(REQUEST)
+    else:
+        assert best.reply(REQUEST)[0].text == "What about 0?+"
+
+
+def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not_choose(
+        tmp_path, monkeypatch):
+    parties = {"agent": Served(asker(lambda key: 3)), "human": Served(human_line),
+               "grader": Failing(pick_plus_signs(1), lives=5)}
+    for module in (collect, best_of_n):
+        monkeypatch.setattr(module, "load_speaker", lambda spec, role, *_: parties[role])
+    output = tmp_path / "episodes.jsonl"
+    args = best_of_n.parse_args([
+        "--tasks", "toy:backend:train", "--num_tasks", "20", "--agent", "scripted", "--n", "2",
+        "--critic", "grader:http://g/v1", "--samples_per_task", "1", "--batch_size", "4",
+        "--output", str(output)])
+    with pytest.raises(SystemExit, match="it is down.*rerun the same command to resume"):
+        within(lambda: best_of_n.main(args))
+    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl.rank0").open()]
+    failed = [row for row in rows if row["error"]]
+    assert 1 <= len(failed) <= 4  # what was in flight, and a rerun plays again
+    assert all(row["error"] == "agent: grader: it is down" for row in failed)
+    outputs = [output for row in rows for output in said(row)]
+    assert len(outputs) == 5
+    assert all(output.endswith("+") or ANSWER_MARKER in output for output in outputs)
+
+
+# -----------------------------------------------------------------------------
+# The script
+
+
+FLAGS = ["--tasks", "toy:backend:test", "--num_tasks", 4, "--samples_per_task", 1,
+         "--max_new_tokens", 16, "--max_turns", 3]
+
+
+@pytest.mark.parametrize("trainer", ["train_critic.py", "variants/value_critic.py"])
+def test_a_trained_critic_of_either_kind_chooses_and_the_episodes_note_it(
+        tiny, toy_episodes, tmp_path, trainer):
+    critic = tmp_path / "critic"
+    run_script(trainer, "--episodes", toy_episodes, "--model", tiny(), "--output", critic,
+               "--max_steps", 1)
+    flags = [*FLAGS, "--agent", tiny(), "--critic", critic]
+    for n in (1, 3):
+        run_script("variants/best_of_n.py", *flags, "--n", n, "--output", tmp_path / f"{n}.jsonl")
+    run_script("collect.py", *FLAGS, "--agent", tiny(), "--output", tmp_path / "plain.jsonl")
+    one, three, plain = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
+                         for name in ("1", "3", "plain"))
+    assert not any(row["error"] for row in three)
+    assert {(row["best_of_n"], row["scorer"]) for row in three} == {(3, str(critic))}
+    assert one == [row | {"best_of_n": 1, "scorer": str(critic)} for row in plain]
+    assert list(map(said, one)) != list(map(said, three))
+
+
+def test_what_is_no_critic_is_refused_before_anything_is_loaded(tiny, tmp_path):
+    for critic, found in ((tiny(), "found no run.json, expected"),
+                          ("./none", "./none: no such directory")):
+        args = best_of_n.parse_args(["--tasks", "toy:backend:test", "--agent", "scripted", "--n",
+                                     "2", "--critic", critic, "--output", str(tmp_path / "o")])
+        with pytest.raises(SystemExit, match=found):
+            best_of_n.main(args)
+
+
+def test_flags_of_a_grader_are_refused_without_its_server():
+    with pytest.raises(SystemExit, match="--critic_model m, which is ignored because critic is"):
+        best_of_n.parse_args(["--tasks", "toy:backend:test", "--agent", "scripted", "--n", "2",
+                              "--critic", "critic", "--critic_model", "m", "--output", "o"])
+    with pytest.raises(SystemExit, match="--n 2, which is ignored without --tasks"):
+        best_of_n.parse_args(["--states", "e.jsonl", "--agent", "scripted", "--n", "2",
+                              "--critic", "critic", "--output", "o"])
