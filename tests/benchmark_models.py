@@ -203,20 +203,21 @@ def with_reference(model, pairs):
     return pairs
 
 
-def policy_pairs(world, prompt, longest, draw):
+def policy_pairs(tokenizer, prompt, longest, draw):
     """Four pairs of one state, of eight candidates."""
     candidates = [(text, True) for text in texts_of(longest, 8, draw)]
-    encoded = encode_candidates(world.tokenizer, messages_of(prompt, draw), candidates, MAX_LENGTH)
+    encoded = encode_candidates(tokenizer, messages_of(prompt, draw), candidates, MAX_LENGTH)
     rows = [train_policy.Row(*one) for one in encoded]
-    return with_reference(world.reference, list(zip(rows[:4], rows[4:], strict=True)))
+    return list(zip(rows[:4], rows[4:], strict=True))
 
 
-def episodes_of(tokens, count, draw):
+def episodes_of(tokens, count, draw, name="task"):
     """Episodes of one task, of ten turns and about `tokens` tokens, a quarter of them the agent's.
 
     The first one succeeded.
     """
-    task = {"task_id": "task", "domain": "backend", "ground_truth": words(tokens // 20, draw)}
+    task = {"task_id": name, "domain": "backend", "problem_description": "w1",
+            "ground_truth": words(tokens // 20, draw), "test_cases": {"test": "w1"}}
     each = tokens // 10
     episodes = []
     for sample in range(count):
@@ -228,16 +229,16 @@ def episodes_of(tokens, count, draw):
                         {"role": "assistant", "content": answer}]
         episodes.append({
             "task": task, "sample": sample, "dialogue_history": history, "agent_prompt": "w1",
-            "max_turns": 10, "reward": float(sample == 0), "success": sample == 0})
+            "max_turns": 10, "reward": float(sample == 0), "success": sample == 0, "error": None})
     return episodes
 
 
-def critic_pairs(world, tokens, count, draw):
+def critic_pairs(tokenizer, tokens, count, draw):
     """The best of `count` dialogues with each other one."""
     groups, _ = train_critic.read_pairs(
-        world.tokenizer, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0, MAX_LENGTH,
+        tokenizer, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0, MAX_LENGTH,
         "ground_truth")
-    return with_reference(world.reference, groups[0])
+    return groups[0]
 
 
 # -----------------------------------------------------------------------------
@@ -303,7 +304,8 @@ def trl_loss(model, tokenizer, folder):
 
 def policy_methods(world, prompt, longest, draw):
     """(name -> (model, call), whether the peer is TRL itself)."""
-    pairs = policy_pairs(world, prompt, longest, draw)
+    pairs = policy_pairs(world.tokenizer, prompt, longest, draw)
+    pairs = with_reference(world.reference, pairs)
     peer_model = copy.deepcopy(world.model)
     real = trl_loss(peer_model, world.tokenizer, world.critic)
     peer_loss = real or stand_in_loss
@@ -406,7 +408,8 @@ def single_forward(model, row):
 
 
 def bench_critic(world, quick, repeats):
-    pair, = critic_pairs(world, world.dialogue, 2, random.Random(2))
+    pairs = critic_pairs(world.tokenizer, world.dialogue, 2, random.Random(2))
+    pair, = with_reference(world.reference, pairs)
     spans = [turn_spans(row) for row in pair]
     tokens = torch.tensor([[stop - start for start, stop in own] for own in spans])
     reference = torch.stack([row.reference for row in pair])
@@ -442,11 +445,12 @@ def bench_packed(world, quick, repeats, suffix=""):
     """Steps on a task's three pairs and on a state's four, together and one by one; ranking."""
     draw, lines = random.Random(5), []
     workloads = (
-        ("critic", critic_step, critic_pairs(world, world.dialogue, 4, draw),
+        ("critic", critic_step, critic_pairs(world.tokenizer, world.dialogue, 4, draw),
          f"critic step, 3 pairs of a task, dialogues of {world.dialogue}"),
-        ("policy", policy_step, policy_pairs(world, world.prompt, world.turn, draw),
+        ("policy", policy_step, policy_pairs(world.tokenizer, world.prompt, world.turn, draw),
          f"DPO step, 4 pairs of a state, prompt {world.prompt}, turns to {world.turn}"))
     for key, step, pairs, setting in workloads:
+        with_reference(world.reference, pairs)
         for at_once, name in ((len(pairs), "group"), (1, "pair")):
             figures = training_steps({
                 f"{key} packed": (world.model, with_packed(step, world.model, pairs, at_once)),
@@ -575,7 +579,8 @@ def bench_growth(world, quick, repeats):
     """
     found = []
     for tokens in (256, 512) if quick else (1024, 2048, 4096, 8192):
-        pairs = critic_pairs(world, tokens, 2, random.Random(tokens))
+        pairs = critic_pairs(world.tokenizer, tokens, 2, random.Random(tokens))
+        with_reference(world.reference, pairs)
         figures = training_steps(
             {"step": (world.model, with_packed(critic_step, world.model, pairs, 1))}, repeats)
         found.append((sum(len(row.ids) for row in pairs[0]) / 2, figures["step"]))

@@ -1,16 +1,17 @@
-"""Speed and sanity of the training steps on one GPU, through the scripts' own functions.
+"""What the project does on one CUDA GPU: throughput, memory, and numbers that have to agree.
 
-    python tests/gpu_check.py [--layers 32]     an 8B-shaped random Llama
+    python tests/gpu_check.py [--layers 32]     an 8B-shaped random Llama; some ten minutes
     python tests/gpu_check.py --dry             tiny shapes on the CPU, to see that every line runs
 
-A step is forward and backward through the sharded code path (fp32 master weights, bf16 compute,
-activation checkpointing), without the optimiser. MFU counts the arithmetic of the tokens that were
-run, recomputation not included, against the GPU's dense bf16 peak. Fewer --layers fit a smaller GPU
-and leave the figures per layer as they are.
+First steps of the trainers, plain and with --packed: forward and backward through the sharded code
+path (fp32 weights, bf16 compute, recomputation), without the optimiser. MFU counts the arithmetic
+of the tokens that were run, recomputation not included, against the GPU's dense bf16 peak. Fewer
+--layers fit a smaller GPU and leave the figures per layer as they are. Then sampling; the parity of
+packed and plain log-probs with the CPU's; and the scripts themselves, one after the other, whose
+resumed runs, packed runs and checkpoints have to be what the plain run makes.
 """
 
 import argparse
-import dataclasses
 import functools
 import gc
 import json
@@ -18,37 +19,36 @@ import random
 import statistics
 import tempfile
 import time
-import typing
 from pathlib import Path
 
 import benchmark_models as parts
 import torch
+from conftest import metrics, run_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speakers.interface import SpeakerSettings
-from speakers.local import LocalSpeaker, load_model
-from speakers.lora import LINEAR_LAYERS, LoraSettings, add_matrices
-from stages.processes import join_processes
-from train_critic import (
-    LoopSettings, Reader, TrainingLoop, critic_objective, pair_items, precompute_reference,
-    reference_table, turn_sums)
-from training.packing import pack_rows
-from training.ranks import ShardSettings, shard
-from train_policy import DpoSettings, dpo_objective
+import train_critic
+import train_policy
+from fast import packed
+from runtime.files import write_jsonl
+from runtime.models import shard
+from runtime.training import Run
+from speakers.interface import Request, SpeakerSettings
+from speakers.local import LocalSpeaker
 
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362}  # dense bf16
+WORDS = 2752  # of the tokenizer
 
 
 def random_llama(dry, layers, dtype, device, vocabulary=128256):
     """The shape of Llama-3.1-8B, or a tiny one."""
     if dry:
         size = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "vocab_size": 2752}
+                "num_key_value_heads": 2, "vocab_size": WORDS}
     else:
         size = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
                 "num_key_value_heads": 8, "vocab_size": vocabulary}
     torch.manual_seed(0)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as speakers.local.load_model does
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as runtime.models.load_model does
     config = LlamaConfig(num_hidden_layers=layers, max_position_embeddings=16384, eos_token_id=0,
                          bos_token_id=None, pad_token_id=0, **size)
     with torch.device(device):
@@ -88,12 +88,28 @@ def timed(call, device, repeats=3):
     return statistics.median(seconds), gigabytes
 
 
-def arithmetic(config, weights, lengths):
+def sequences_of(model, call):
+    """Lengths of the sequences that the model reads in a call."""
+    lengths = []
+
+    def note(module, arguments, inputs):
+        ids = arguments[0] if arguments else inputs["input_ids"]
+        lengths.extend([ids.shape[1]] * len(ids))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    call()
+    hook.remove()
+    return lengths
+
+
+def arithmetic(model, lengths):
     """Floating-point operations of forward and backward on sequences of these lengths.
 
     Six for each weight and token, and causal attention.
     """
-    width = config.num_hidden_layers * config.hidden_size
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights -= model.get_input_embeddings().weight.numel()
+    width = model.config.num_hidden_layers * model.config.hidden_size
     return sum(6 * weights * length + 6 * width * length**2 for length in lengths)
 
 
@@ -113,214 +129,168 @@ def attention_kernels(call):
 # Training steps
 
 
-class Bench(typing.NamedTuple):
-    """What every step is measured with."""
-
-    tokenizer: typing.Any
-    model: torch.nn.Module  # also its own reference: it has taken no step
-    process: typing.Any
-    peak: float  # dense bf16 operations per second of the GPU; 0: unknown
-
-    @property
-    def reference(self):
-        return self.model
-
-
-def report_step(bench, name, items, step):
-    """One line of the table about a training step on `items`, each of which is one forward."""
+def report_step(name, model, step, peak, device):
+    """One line of the table."""
     def whole():
         step()
-        bench.model.zero_grad()
+        model.zero_grad()
 
-    seconds, gigabytes = timed(whole, bench.process.device)
-    parameters = sum(p.numel() for p in bench.model.parameters())
-    weights = parameters - bench.model.get_input_embeddings().weight.numel()
-    packs = [pack for item in items for pack in pack_rows(item.rows)]
-    lengths = [len(pack.ids) for pack in packs]  # a shared prompt is computed once
-    tokens = sum(lengths)
-    use = "-"
-    if bench.peak:
-        operations = arithmetic(bench.model.config, weights, lengths)
-        use = f"{operations / seconds / bench.peak:.1%}"
+    lengths = sequences_of(model, whole)
+    seconds, gigabytes = timed(whole, device)
+    tokens, use = sum(lengths), "-"
+    if peak:
+        use = f"{arithmetic(model, lengths) / seconds / peak:.1%}"
     print(f"| {name} | {tokens} | {seconds:.3g} | {tokens / seconds:.0f} | {use}"
           f" | {gigabytes:.1f} | {attention_kernels(whole)} |", flush=True)
 
 
-def plain_loss(model, rows, device):
-    """The same dialogues with the logits of every token, as most trainers compute them."""
-    total = 0.0
-    for row in rows:
-        ids = torch.tensor([row.ids], device=device)
-        agent = torch.tensor([row.turn_index], device=device)[:, 1:] >= 0
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        logprobs = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        total = total + (logprobs * agent).sum()
-    return total
-
-
-def report_critic(bench, dry):
-    for tokens in (128,) if dry else (4096, 8192):
-        item = parts.critic_item(bench, 2 * tokens, random.Random(tokens))
-
-        def step(item=item):
-            losses = critic_objective(bench.model, [item], parts.CRITIC)["train/loss"]
-            losses.sum().backward()
-
-        def plain_step(item=item):
-            plain_loss(bench.model, item.rows, bench.process.device).backward()
-
-        report_step(bench, f"critic, two dialogues of {tokens}", [item], step)
-        if tokens <= 4096:
-            report_step(bench, "the same rows, all logits", [item], plain_step)
-
-
-def report_policy(bench, dry):
-    """Four pairs of one state that share their prompt with all, with each other, with nobody."""
-    prompt, longest = (64, 16) if dry else (2048, 256)
-    ranked_state = parts.state(prompt, longest, 8, random.Random(0))
-    items = {"--share state": parts.state_items(bench.tokenizer, ranked_state, "state"),
-             "--share pair": parts.state_items(bench.tokenizer, ranked_state, "pair")}
-    apart = []
-    for item in items["--share pair"]:  # rows without a prompt are never packed
-        rows = [dataclasses.replace(row, prompt_length=0) for row in item.rows]
-        apart.append(dataclasses.replace(item, rows=rows))
-    items["rows apart"] = apart
-    for name, own in items.items():
-        precompute_reference(bench.model, own, bench.process)
-
-        def step(own=own):
-            settings = DpoSettings(parts.BETA, nll=0.0)
-            for item in own:
-                losses = dpo_objective(bench.model, [item], settings)["train/loss"]
-                losses.sum().backward()
-
-        report_step(bench, f"policy, 4 pairs of one state, {name}", own, step)
-
-
-def report_steps(args, tokenizer, process, peak):
-    model = random_llama(args.dry, args.layers, torch.float32, process.device)
-    shard(model, process, ShardSettings(checkpointing_every=1))
-    bench = Bench(tokenizer, model, process, peak)
+def report_steps(args, run, tokenizer, peak):
+    model = random_llama(args.dry, args.layers, torch.float32, run.device).train()
+    shard(model, run, train_critic.parse_args(
+        ["--episodes", "e", "--model", "m", "--output", "o", "--checkpointing_every", "1"]))
     print("| step | tokens | s | tokens/s | MFU | peak GB | attention kernels |"
           "\n|---|---|---|---|---|---|---|", flush=True)
-    report_critic(bench, args.dry)
-    report_policy(bench, args.dry)
 
+    def report(script, step, name, pairs, at_once, plain=True):
+        with_packed = parts.with_packed(step, model, pairs, at_once)
+        script.set_reference(model, [row for pair in pairs for row in pair], run, 2)
+        report_step(f"{name}, packed", model, with_packed, peak, run.device)
+        if plain:
+            report_step(f"{name}, plain", model, functools.partial(step, model, pairs, at_once),
+                        peak, run.device)
 
-# -----------------------------------------------------------------------------
-# A short run: the optimiser, windows of lengths, every second layer recomputed, states, a resume
-
-
-def report_run(args, tokenizer, process):
-    """Two steps, each with a state, and two more of a run that resumes from them."""
-    layers = min(args.layers, 4)  # the optimiser's moments of 32 would not fit
-    draw = random.Random(0)
-    lengths = (96, 64, 128, 80) if args.dry else (2048, 1024, 4096, 1536)
-    reader = Reader(tokenizer, "ground_truth", parts.MAX_LENGTH)
-    pairs = [[parts.dialogue_pair(2 * length, draw)] for length in lengths]
-    items, _ = pair_items(reader, pairs, "pair")
-
-    with tempfile.TemporaryDirectory() as folder:
-        for max_steps in (2, 4):
-            # the whole vocabulary would make states of 23 GB
-            model = random_llama(args.dry, layers, torch.float32, process.device, vocabulary=8192)
-            shard(model, process, ShardSettings(checkpointing_every=2, reshard=False))
-            precompute_reference(model, items, process, 1, Path(folder, "reference.json"))
-            loop = TrainingLoop(model, items, LoopSettings(
-                Path(folder), lr=1e-6, epochs=2, batch_size=2, micro_batch_size=1,
-                max_steps=max_steps, warmup=0.0, max_norm=1.0, length_window=2, save_minutes=0,
-                seed=0), process)
-            objective = functools.partial(critic_objective, model, settings=parts.CRITIC)
-            steps, saving = [], []
-            for step, batch in loop.steps():
-                metrics = loop.optimise(batch, objective)
-                synchronize(process.device)
-                began = time.perf_counter()
-                loop.log_and_save(step, metrics)
-                saving.append(time.perf_counter() - began)
-                steps.append(step)
-            size = sum(path.stat().st_size for path in Path(folder, "state").iterdir())
-            print(f"\nRun of {layers} layers, steps {steps}: loss {metrics['train/loss']:.4f}, a"
-                  f" state of {size / 1e9:.3g} GB in {statistics.median(saving):.3g} s", flush=True)
-            if steps != list(range(max_steps - 2, max_steps)):
-                raise SystemExit(f"found the steps {steps}, expected two after the saved ones")
-            del model, loop, objective
+    for tokens in (128,) if args.dry else (4096, 8192):
+        pairs = parts.critic_pairs(tokenizer, tokens, 2, random.Random(tokens))
+        # of 8192 tokens, plain logits would not fit
+        report(train_critic, parts.critic_step, f"critic, two dialogues of {tokens}", pairs, 1,
+               plain=tokens < 8192)
+    prompt, longest = (64, 16) if args.dry else (2048, 256)
+    pairs = parts.policy_pairs(tokenizer, prompt, longest, random.Random(0))
+    for at_once in (4, 1):
+        report(train_policy, parts.policy_step,
+               f"policy, 4 pairs of a state, {at_once} a forward", pairs, at_once)
 
 
 # -----------------------------------------------------------------------------
 # Sampling, and parity with the CPU
 
 
-def report_sampling(args, tokenizer, process):
-    """Sixteen candidates a prompt, on an unsharded replica in bf16 as the scripts sample."""
-    dtype = torch.float32 if process.device == "cpu" else torch.bfloat16
-    model = random_llama(args.dry, args.layers, dtype, process.device)
+def report_sampling(args, device, tokenizer):
+    """Sixteen candidates a prompt, on an unsharded model in bf16 as collect.py samples."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = random_llama(args.dry, args.layers, dtype, device)
     new, count = (8, 2) if args.dry else (128, 8)
-    settings = SpeakerSettings(
-        max_new_tokens=new, batch_size=16 * count, device=process.device)
-    speaker = LocalSpeaker("gpu_check", settings, model, tokenizer)
     length = 64 if args.dry else 1024
-    prompts = [parts.state(length, 16, 1, random.Random(n))["messages"] for n in range(count)]
-    seconds, gigabytes = timed(lambda: speaker.speak(prompts, 16, list(range(count))),
-                               process.device, repeats=1)
-    print(f"\nSampling: {16 * count / seconds:.1f} candidates of {new} tokens a second,"
-          f" {count} prompts with 16 each, {16 * count * new / seconds:.0f} tokens/s,"
-          f" {gigabytes:.1f} GB", flush=True)
+    speaker = LocalSpeaker("gpu_check", SpeakerSettings(
+        max_new_tokens=new, batch_size=16 * count, device=device), model, tokenizer)
+    requests = [Request(parts.messages_of(length, random.Random(seed)), 16, seed)
+                for seed in range(count)]
+    seconds, gigabytes = timed(lambda: speaker.speak(requests), device, repeats=1)
+    print(f"\nSampling: {16 * count / seconds:.1f} candidates of up to {new} tokens a second,"
+          f" {count} prompts with 16 each, {gigabytes:.1f} GB", flush=True)
 
 
-def report_parity(tokenizer, process):
-    """The critic's loss on a small model: CPU in float64, the device in float32 and bf16."""
-    reference = random_llama(True, 2, torch.float64, "cpu")
-    reference.lm_head.weight.data *= 1.5  # one that differs, or every loss would be log 2
-    reader = Reader(tokenizer, "ground_truth", parts.MAX_LENGTH)
-    better, worse = parts.dialogue_pair(600, random.Random(2))
-    items, _ = pair_items(reader, [[(better, worse)]], "pair")
-    precompute_reference(reference, items, process)
-    losses = []
-    for device, dtype in (("cpu", torch.float64), (process.device, torch.float32),
-                          (process.device, torch.bfloat16)):
-        model = random_llama(True, 2, torch.float32, "cpu").to(device=device, dtype=dtype)
-        losses.append(critic_objective(model, items, parts.CRITIC)["train/loss"].item())
-    exact, single, half = losses
-    print(f"\nLoss parity, critic: CPU float64 {exact:.6f}, {process.device} float32 {single:.6f},"
-          f" bf16 {half:.6f}")
-    if abs(single - exact) > 1e-4 * max(1, exact) or abs(half - exact) > 0.05 * max(1, exact):
-        raise SystemExit("found losses that differ between CPU and device, expected at most 1e-4"
-                         " (float32) and 5 % (bf16)")
+def report_parity(device, tokenizer):
+    """Log-probs of turns and their gradient on a small model: against the CPU in float64."""
+    pairs = [*parts.critic_pairs(tokenizer, 600, 3, random.Random(2)),
+             *parts.policy_pairs(tokenizer, 200, 20, random.Random(3))]
+    rows = [row for pair in pairs for row in pair]
+    print("\n| parity with the CPU in float64 | log-probs | gradient |\n|---|---|---|")
+    exact = logprobs_and_gradient(train_critic.turn_logprobs, "cpu", torch.float64, rows)
+    for dtype, limit in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        for name, function in (("plain", train_critic.turn_logprobs),
+                               ("packed", packed.turn_logprobs)):
+            found = logprobs_and_gradient(function, device, dtype, rows)
+            errors = [((mine - right).norm() / right.norm()).item()
+                      for mine, right in zip(found, exact, strict=True)]
+            print(f"| {name}, {device}, {str(dtype).removeprefix('torch.')} | {errors[0]:.1e}"
+                  f" | {errors[1]:.1e} |", flush=True)
+            if not max(errors) <= limit:
+                raise SystemExit(f"found relative errors of {errors}, expected at most {limit}")
 
 
-def report_checkpoints(tokenizer, process):
-    """Trained in bf16, whole and by matrices: what a later stage opens is what was trained."""
-    reader = Reader(tokenizer, "ground_truth", parts.MAX_LENGTH)
-    pair = parts.dialogue_pair(600, random.Random(2))
-    for rank in (0, 4):
-        model = random_llama(True, 2, torch.float32, process.device)
-        if rank:
-            add_matrices(model.to(torch.bfloat16), LoraSettings(rank, rank, LINEAR_LAYERS))
-        shard(model, process, ShardSettings("bfloat16"))
-        items, _ = pair_items(reader, [[pair]], "pair")
-        rows = items[0].rows
-        precompute_reference(model, items, process)
-        objective = functools.partial(critic_objective, model, settings=parts.CRITIC)
-        with tempfile.TemporaryDirectory() as folder:
-            loop = TrainingLoop(model, items, LoopSettings(
-                Path(folder), lr=1e-3, epochs=4, batch_size=1, micro_batch_size=1, max_steps=None,
-                warmup=0.0, max_norm=1.0, length_window=1, save_minutes=20, seed=0), process)
-            for step, batch in loop.steps():
-                loop.log_and_save(step, loop.optimise(batch, objective))
-            loop.save(tokenizer, None)
-            written = json.loads(Path(folder, "config.json").read_text())["dtype"]
-            opened = load_model(folder, process.device, dtype="bfloat16").eval()
-        with torch.no_grad():
-            trained, found = turn_sums(model, rows)[0], turn_sums(opened, rows)[0]
-        update = trained - reference_table(rows, trained)
-        error = ((found - trained).norm() / update.norm()).item()
-        kind = f"matrices of rank {rank}" if rank else "all weights"
-        print(f"\nCheckpoint of {kind}: {written}, opened in bf16 it errs by {error:.3f} of"
-              " what training changed")
-        if written != "float32" or error > 0.2:
-            raise SystemExit("found a checkpoint that is not what was trained, expected float32"
-                             " weights and an error of at most 20 %")
+def logprobs_and_gradient(function, device, dtype, rows):
+    model = random_llama(True, 2, torch.float32, "cpu").to(device=device, dtype=dtype)
+    logprobs, tokens = function(model, rows)
+    (logprobs.double() / tokens.clamp(min=1)).sum().backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return logprobs.detach().double().cpu(), gradient.double().cpu()
+
+
+# -----------------------------------------------------------------------------
+# The scripts: a resumed run, a packed run, checkpoints, ranking, the policy
+
+
+def report_scripts(args, tokenizer, folder):
+    # of 32 layers, the optimiser's moments would not fit
+    model = random_llama(args.dry, min(args.layers, 2), torch.float32, "cpu", vocabulary=WORDS)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    del model
+    draw = random.Random(0)
+    lengths = (300, 200, 400, 250, 300) if args.dry else (2000, 1000, 4000, 1500, 2000)
+    episodes = [episode for index, length in enumerate(lengths)
+                for episode in parts.episodes_of(length, 3, draw, name=f"task{index}")]
+    write_jsonl(folder / "episodes.jsonl", episodes)
+
+    def train(name, *more):
+        run_script("train_critic.py", "--episodes", folder / "episodes.jsonl", "--model",
+                   folder / "base", "--output", folder / name, "--holdout", 0.2, "--epochs", 2,
+                   "--batch_size", 2, "--shuffle", "groups", "--lr", 1e-3 if args.dry else 1e-4,
+                   "--checkpointing_every", 2, *more)
+        return metrics(folder / name)
+
+    began = time.perf_counter()
+    plain = train("plain")
+    print(f"\nThe scripts on {min(args.layers, 2)} layers. {len(plain)} steps of the critic took"
+          f" {sum(line['time/step'] for line in plain):.3g} s, the whole run"
+          f" {time.perf_counter() - began:.3g} s")
+    compare("packed run", train("packed", "--packed", "--micro_batch_size", 2), plain, 0.2)
+    train("resumed", "--max_steps", 3)
+    compare("resumed run", train("resumed"), plain, 0.1)
+    train("lora", "--lora_rank", 4, "--packed", "--no-reshard")
+    for name in ("plain", "lora"):
+        compare_checkpoint(name, folder)
+
+    run_script("collect.py", "--states", folder / "episodes.jsonl", "--agent", folder / "base",
+               "--states_fraction", 1, "--states_per_task", 2, "--num_candidates", 4,
+               "--max_new_tokens", 8, "--output", folder / "candidates.jsonl")
+    run_script("train_critic.py", "--output", folder / "lora", "--candidates",
+               folder / "candidates.jsonl", "--packed")
+    for more in ((), ("--packed", "--shuffle", "groups", "--micro_batch_size", 4)):
+        run_script("train_policy.py", "--candidates", folder / "lora/ranked.jsonl", "--model",
+                   folder / "base", "--output", folder / f"policy{len(more)}", *more)
+    print("Candidates were sampled and ranked, policies trained", flush=True)
+
+
+def compare(name, found, expected, limit):
+    """Margins of all steps, and their distance in relation to what training has moved."""
+    found, expected = ([line["train/margin"] for line in lines] for lines in (found, expected))
+    report_error(name, found, expected, limit)
+
+
+def compare_checkpoint(name, folder):
+    """The held-out margin of the run's last step against that of the critic that it saved."""
+    flags = json.loads(Path(folder, name, "run.json").read_text())["flags"]
+    critic = train_critic.Critic(folder / name)
+    episodes, _ = train_critic.load_episodes([folder / "episodes.jsonl"])
+    tasks = train_critic.group_by_task(episodes)
+    _, (held_out,) = train_critic.split_tasks(tasks, flags["holdout"], flags["seed"])
+    margins = []
+    for better, worse in train_critic.pair_episodes(tasks[held_out]):
+        chosen, rejected = map(critic.advantages_of_dialogue, (better, worse))
+        margins.append(sum(chosen) - sum(rejected))
+    report_error(f"checkpoint of the run {name}", [statistics.mean(margins)],
+                 [metrics(folder / name)[-1]["holdout/margin"]], 0.2)
+
+
+def report_error(name, found, expected, limit):
+    found, expected = torch.tensor(found), torch.tensor(expected)
+    error = ((found - expected).norm() / expected.norm()).item()
+    print(f"Margins of the {name} differ by {error:.1e} of what training changed", flush=True)
+    if not error <= limit:
+        raise SystemExit(f"found margins {found.tolist()}, expected {expected.tolist()}, or a"
+                         f" relative difference of at most {limit}")
 
 
 # -----------------------------------------------------------------------------
@@ -345,24 +315,25 @@ def parse_args(argv=None):
 
 
 def main(args):
-    process = join_processes(training=True)
-    name = "CPU (dry: no figure here is a GPU's)"
-    if process.device != "cpu":
-        name = torch.cuda.get_device_name()
-    peak = args.peak_tflops
-    if peak is None:
-        known = [tflops for part, tflops in PEAK_TFLOPS.items() if part in name]
-        peak = known[0] if known else 0
-    print(f"{name}, torch {torch.__version__}, {args.layers} layers, {time.strftime('%Y-%m-%d')}\n")
-    tokenizer = parts.word_tokenizer(2752)
-    report_steps(args, tokenizer, process, peak * 1e12)
-    free_memory(process.device)
-    report_run(args, tokenizer, process)
-    free_memory(process.device)
-    report_sampling(args, tokenizer, process)
-    report_parity(tokenizer, process)
-    report_checkpoints(tokenizer, process)
-    torch.distributed.destroy_process_group()
+    tokenizer = parts.word_tokenizer(WORDS)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(train_critic.parse_args(["--episodes", "e", "--model", "m", "--output",
+                                           f"{folder}/run"]), [], [])
+        name, peak = "CPU (dry: no figure here is a GPU's)", 0
+        if run.device != "cpu":
+            name = torch.cuda.get_device_name()
+            known = [tflops for part, tflops in PEAK_TFLOPS.items() if part in name]
+            peak = args.peak_tflops or sum(known[:1])
+        print(f"{name}, torch {torch.__version__}, {args.layers} layers,"
+              f" {time.strftime('%Y-%m-%d')}\n")
+        report_steps(args, run, tokenizer, 1e12 * peak)
+        free_memory(run.device)
+        report_sampling(args, run.device, tokenizer)
+        free_memory(run.device)
+        report_parity(run.device, tokenizer)
+        free_memory(run.device)
+        report_scripts(args, tokenizer, Path(folder))
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
