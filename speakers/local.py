@@ -1,7 +1,6 @@
 """Language models in this process as speakers: batched sampling, kept caches."""
 
 import dataclasses
-import itertools
 
 import numpy
 import torch
@@ -72,8 +71,9 @@ class LocalSpeaker(Speaker):
             return requests[index].n, len(prompts[index]), requests[index].seed
 
         indices = sorted(range(len(requests)), key=order)
-        for n, same_n in itertools.groupby(indices, key=lambda index: requests[index].n):
-            same_n, prompts_at_once = list(same_n), max(1, self.batch_size // n)
+        for n in sorted({request.n for request in requests}):
+            same_n = [index for index in indices if requests[index].n == n]
+            prompts_at_once = max(1, self.batch_size // n)
             for start in range(0, len(same_n), prompts_at_once):
                 batch = same_n[start:start + prompts_at_once]
                 samples = self._answer([requests[index] for index in batch],

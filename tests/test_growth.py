@@ -68,7 +68,8 @@ def test_no_limit_is_more_than_any_number():
 
 
 def training(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 3, "--batch_size", 2, "--lr", 1e-3, "--max_length", 600, *more]
+    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 3,
+            "--batch_size", 2, "--lr", 1e-3, "--max_length", 600, *more]
 
 
 def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):

@@ -345,7 +345,8 @@ def page_episodes(tmp_path_factory):
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_vision, tmp_path):
     output = tmp_path / "critic"
-    done = run_script("variants/value_critic.py", *training_flags(page_episodes, tiny_vision, output))
+    flags = training_flags(page_episodes, tiny_vision, output)
+    done = run_script("variants/value_critic.py", *flags)
     lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05
     assert "holdout/accuracy" in done.stdout
