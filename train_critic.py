@@ -1,6 +1,6 @@
 r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, section 4.2).
 
-  1. Dialogues of one task are paired by outcome, a better and a worse one.    pair_episodes
+  1. Dialogues of one task are paired by outcome: a better, a worse one.    pair_episodes
   2. Critic and reference read both, with the solution in front, which the
      policy never sees.                                                        critic_messages
   3. The advantage of a turn is the mean log-ratio of its tokens, critic to
@@ -25,6 +25,7 @@ and metrics.jsonl, and ranked candidates (`ranked.jsonl`) for train_policy.py, o
 To change the loss, edit `critic_loss`; the advantage, `advantage` and NORMALISERS; the pairs,
 `pair_episodes`; what the critic reads, `critic_messages`. Another kind of critic is another file
 that writes ranked candidates, such as variants/value_critic.py.
+What stands in both trainers is the same on purpose: each is read alone (tests/test_twins.py).
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary.
 
 Differences from the paper: none in the equations. From the official code: the mean is per turn, not
@@ -68,11 +69,10 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     1/L sum_l [log pi_theta(a_l | o_t, a_<l, c) - log pi_ref(a_l | o_t, a_<l, c)].
 
     All (R, S): the turns' log-probs under critic and reference, and their numbers of tokens. A turn
-    without tokens gets 0, and so do those that a shorter dialogue does not have.
+    without tokens gets 0, and so does the padding of shorter dialogues.
     """
-    ratio = logprobs - reference  # log pi_theta - log pi_ref, summed over l
-    length = NORMALISERS[normalise](tokens)  # L
-    return ratio / torch.where(tokens > 0, length, 1)
+    log_ratio = logprobs - reference  # summed over l
+    return log_ratio / NORMALISERS[normalise](tokens).clamp(min=1)  # of an empty turn 0 / 1
 
 
 def critic_loss(chosen, rejected, beta):
@@ -158,8 +158,8 @@ class Row:
 
 
 def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
-    """The row of an episode. In more than `max_length` tokens, it loses its oldest turns; it is
-    None if its last turn does not fit, which is the answer.
+    """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
+    its last turn, the answer, does not fit.
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
@@ -188,14 +188,14 @@ def read_pairs(tokenizer, groups, rule, margin, max_length, privileged):
 def turn_logprobs(model, rows):
     """(logprobs, tokens): log-prob of each turn's tokens together, and their number; (R, S) each.
 
-    Rows are padded on the right, where no token of a causal model looks, so without a mask.
+    Rows are padded on the right without a mask: no token of a causal model sees what follows.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # The output layer is the largest matrix: only columns in which some row's agent speaks next
+    # The output layer is the largest matrix: only columns where some row's agent speaks next
     columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
@@ -211,16 +211,16 @@ def critic_objective(model, pairs, beta, nll, normalise):
     logprobs, tokens = turn_logprobs(model, dialogues)  # (R, S) each
     reference = pad_sequence([row.reference for row in dialogues], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    likelihood = logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # per token, (R,)
-    likelihood = likelihood[:len(pairs)]  # of the chosen dialogues, (B,)
-    margin = chosen.sum(1) - rejected.sum(1)
-    return {"loss": critic_loss(chosen, rejected, beta) - nll * likelihood,
-            "accuracy": margin > 0, "margin": margin, "nll": -likelihood}
+    count = tokens.sum(1)[:len(pairs)].clamp(min=1)
+    token_nll = -logprobs.sum(1)[:len(pairs)] / count  # of the chosen dialogues, (B,)
+    margin = beta * (chosen.sum(1) - rejected.sum(1))
+    return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
+            "accuracy": margin > 0, "margin": margin, "nll": token_nll}
 
 
 def last_turn_start(row):
-    """Tokens before its last turn. Sorted by it, rows of about one length, and candidates of one
-    state, come side by side."""
+    """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of one
+    state, side by side."""
     return row.turn_index.index(max(row.turn_index))
 
 
@@ -324,7 +324,8 @@ def train(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(map(last_turn_start, pair)))
-        for mine, weight in run.share(batch, args.micro_batch_size):  # as often on every rank
+        # FSDP averages gradients over ranks: weight is their number, or 0 for a repeated pair
+        for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
             run.add("train", metrics, weight / len(batch))
@@ -341,6 +342,8 @@ def train(args):
 
 def why_no_pairs(tasks, args):
     """What is missing, and what helps."""
+    if not tasks:
+        return ", since every episode failed; see the reasons in `error`, and collect them again"
     several = sum(len(group) > 1 for group in tasks.values())
     if not several:
         return (", since every task has one episode alone, expected several of a task, of which one"
@@ -384,7 +387,7 @@ class Critic:
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
 
     def advantages(self, task, messages, texts, finished):
-        """One advantage a text, as the next turn after `messages`; None if they are too long."""
+        """One advantage per text, as the next turn after `messages`; None if they are too long."""
         # in the dialogues that it was trained on, turns are stripped
         candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
         distinct = list(dict.fromkeys(candidates))  # equal texts are computed once
@@ -400,7 +403,7 @@ class Critic:
         return [of_candidate[candidate] for candidate in candidates]
 
     def advantages_of_dialogue(self, episode):
-        """One advantage an agent turn of an episode; None for turns that do not fit."""
+        """One advantage per agent turn of an episode; None for turns that do not fit."""
         turns = sum(message["role"] == "assistant" for message in episode["dialogue_history"])
         row = dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
         if row is None:
@@ -428,7 +431,7 @@ def read_critic_flags(path):
 
 
 def rank(args):
-    """Write the candidates with the critic's advantages; ranks share the states."""
+    """Write the candidates with the critic's advantages; processes share the states."""
     process, path = join_processes(), args.ranked or Path(args.output, "ranked.jsonl")
     max_length = read_critic_flags(args.output)["max_length"]
     states, omitted = read_candidates(args.candidates)
@@ -458,7 +461,7 @@ BOUNDS = {  # flag -> (least, below)
     "nll": (0, math.inf), "lr": (0, math.inf), "epochs": (1, math.inf), "batch_size": (1, math.inf),
     "max_norm": (SMALLEST, math.inf), "seed": (0, 2**63),
 }
-NEEDS = {"ranked": "candidates", "reference": "candidates"}  # flag -> what it does nothing without
+NEEDS = {"ranked": "candidates", "reference": "candidates"}  # flag -> the flag that it needs
 RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
 
 
@@ -487,7 +490,7 @@ def parse_args(argv=None):
                         help="what an epoch shuffles: single pairs, or tasks, whose pairs stay side"
                         " by side")
     parser.add_argument("--holdout", type=float, default=0.05,
-                        help="share of tasks to report on and not to train on")
+                        help="share of tasks that are held out of training, to report on")
     # the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, default=0.1, help="beta of Eq. (2)")
     parser.add_argument("--nll", type=float, default=0.01,

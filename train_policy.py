@@ -1,7 +1,7 @@
 r"""Train the policy of SWEET-RL from ranked candidates (arXiv 2503.15478, section 4.3).
 
   1. A ranker, which saw the solution, gave the candidates of each state their advantages
-     (train_critic.py --candidates). Here nothing is known of the solution.
+     (train_critic.py --candidates). This script never reads the solution.
   2. Pairs are drawn: a candidate of the better half and one of the worse.     make_pairs
   3. DPO on these pairs of turns trains the policy: Eq. (4).                   dpo_loss
 With --episodes, it is multi-turn DPO, a baseline: the same loss on pairs of whole dialogues.
@@ -22,6 +22,7 @@ Writes a checkpoint that from_pretrained opens, run.json and metrics.jsonl.
 
 To change the loss, edit `dpo_loss`; which candidates are paired, `make_pairs`; which episodes,
 `pair_episodes`. Supervised training is variants/sft.py.
+What stands in both trainers is the same on purpose: each is read alone (tests/test_twins.py).
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.
 
 Differences from the paper: none known. From the official code: NLL trains agent tokens only;
@@ -71,8 +72,7 @@ def make_pairs(texts, advantages, pairing, count, draw):
 
     halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
     one of positive and one of negative advantage, if the state has both. A text sampled k times is
-    k candidates. Dropped are pairs of equal texts, of equal advantages, and with an empty text,
-    which has no words to learn from.
+    k candidates. Pairs of equal texts, of equal advantages or with an empty text are dropped.
     """
     ranked = sorted(range(len(texts)), key=lambda index: -advantages[index])
     if pairing == "halves":
@@ -166,8 +166,8 @@ def dialogue_pairs(tokenizer, groups, rule, margin, max_length):
 
 
 def dialogue_row(tokenizer, episode, max_length):
-    """The row of an episode. In more than `max_length` tokens, it loses its oldest turns; it is
-    None if its last turn does not fit, which is the answer.
+    """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
+    its last turn, the answer, does not fit.
     """
     messages, finished = agent_view(episode)
     encoded = encode_within(tokenizer, messages, max_length, finished)
@@ -181,14 +181,14 @@ def dialogue_row(tokenizer, episode, max_length):
 def turn_logprobs(model, rows):
     """(logprobs, tokens): log-prob of each turn's tokens together, and their number; (R, S) each.
 
-    Rows are padded on the right, where no token of a causal model looks, so without a mask.
+    Rows are padded on the right without a mask: no token of a causal model sees what follows.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # The output layer is the largest matrix: only columns in which some row's agent speaks next
+    # The output layer is the largest matrix: only columns where some row's agent speaks next
     columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
@@ -205,15 +205,15 @@ def dpo_objective(model, pairs, beta, nll):
     chosen, rejected = logprobs.sum(1).chunk(2)  # (B,) each
     reference = torch.stack([row.reference.sum() for row in rows]).to(logprobs)
     losses, chosen_reward, rejected_reward = dpo_loss(chosen, rejected, *reference.chunk(2), beta)
-    likelihood = chosen / tokens.sum(1)[:len(pairs)].clamp(min=1)  # per token
+    token_nll = -chosen / tokens.sum(1)[:len(pairs)].clamp(min=1)
     margin = chosen_reward - rejected_reward
-    return {"loss": losses - nll * likelihood, "accuracy": margin > 0, "margin": margin,
-            "chosen_reward": chosen_reward, "nll": -likelihood}
+    return {"loss": losses + nll * token_nll, "accuracy": margin > 0, "margin": margin,
+            "chosen_reward": chosen_reward, "nll": token_nll}
 
 
 def last_turn_start(row):
-    """Tokens before its last turn. Sorted by it, rows of about one length, and candidates of one
-    state, come side by side."""
+    """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of one
+    state, side by side."""
     return row.turn_index.index(max(row.turn_index))
 
 
@@ -295,8 +295,8 @@ def main(args):
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     rows = list(dict.fromkeys(row for group in groups for pair in group for row in pair))
     if not rows:
-        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected candidates of different"
-                         " advantage, or episodes of one task of different reward, within"
+        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected candidates with different"
+                         " advantages, or episodes of one task with different rewards, within"
                          f" --max_length {args.max_length}; for episodes, --pairs all takes every"
                          " difference")
     run.refuse_other_data([row.ids for row in rows])
@@ -315,7 +315,8 @@ def main(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(map(last_turn_start, pair)))
-        for mine, weight in run.share(batch, args.micro_batch_size):  # as often on every rank
+        # FSDP averages gradients over ranks: weight is their number, or 0 for a repeated pair
+        for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
             run.add("train", metrics, weight / len(batch))

@@ -45,7 +45,8 @@ def test_what_stands_in_both_trainers_is_the_same(name):
 def test_the_loops_differ_in_the_objective_and_in_held_out_numbers_alone(script, objective):
     def plain(path):
         return [line for line in loop_lines(path)
-                if line.strip() and "held_out" not in line and "holdout" not in line
+                if line.strip() and not line.strip().startswith("#")
+                and "held_out" not in line and "holdout" not in line
                 and "_objective(" not in line and "for mine, weight" not in line
                 and "batch = sorted" not in line and "scoring" not in line]
 
