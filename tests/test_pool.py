@@ -191,8 +191,9 @@ def test_an_error_among_the_jobs_that_are_to_come_is_raised_too():
 
 def test_ctrl_c_ends_a_run_at_once_whatever_it_waits_for():
     program = """if True:
-        import threading, time
+        import signal, time
         from speakers.pool import elsewhere, run
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
         def job(number):
             with elsewhere():
                 print("waiting", flush=True)
