@@ -430,7 +430,7 @@ MESSAGE_OPTIONS = {"output": str, "finished": bool}
 STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
 CANDIDATE_KEYS = {"candidates": list, "finished": list}
 RANKED_KEYS = CANDIDATE_KEYS | {"advantages": list, "ranker": str}
-CANDIDATE_OPTIONS = {"agent_prompt": str, "error": str}
+CANDIDATE_OPTIONS = {"agent_prompt": str, "max_turns": int, "error": str}
 
 
 def complete_task(row, where="task"):

@@ -163,7 +163,8 @@ def choose_states(episodes, fraction, states_per_task, seed):
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
     used = set(task_ids[:max(1, round(fraction * len(task_ids)))])
     states = [{"task": episode["task"], "sample": episode["sample"], "turn": turn,
-               "messages": messages, "agent_prompt": episode["agent_prompt"]}
+               "messages": messages, "agent_prompt": episode["agent_prompt"],
+               "max_turns": episode.get("max_turns")}
               for episode, turn, messages in states_of(episodes)
               if episode["task"]["task_id"] in used]
     if not states_per_task:

@@ -4,7 +4,8 @@
 # follow it; they teach the model to use a solution in its context, as a pretrained model can.
 #
 # The base knows all topics by name and nothing of what they hide, so it serves any number of them.
-# For one that knows: AGENT=scripted:knowing TOPICS=64 BASE=runs/out/base_64 runs/make_toy_base.sh
+# For one that knows: AGENT=scripted:knowing BASE=runs/out/knowing runs/make_toy_base.sh
+# For a world of other details: WORLD=256/16/5/2-3 BASE=runs/out/base_16 runs/make_toy_base.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DOMAIN=${DOMAIN:-backend}
@@ -13,11 +14,13 @@ AGENT=${AGENT:-scripted}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=passive
 if [ "$DOMAIN" = backend ]; then
   BASE=${BASE:-toy/base}
-  TASKS=(--tasks "toy:backend:train:${TOPICS:-256}" --num_tasks 4000)
+  TASKS=(--tasks "toy:backend:train:${WORLD:-256}" --num_tasks 4000)
+  TURNS=(--max_turns 9)
   EPOCHS=3
 else
   BASE=${BASE:-toy/base_frontend}
   TASKS=(--tasks toy:frontend:train --num_tasks 600)
+  TURNS=()
   EPOCHS=4
 fi
 mkdir -p "$OUT" "$BASE"
@@ -26,8 +29,8 @@ demonstrate() { # NAME AGENT SAMPLES SEED FLAGS...
   python collect.py "${TASKS[@]}" --samples_per_task "$3" --agent "$2" --seed "$4" \
     --output "$OUT/$1.jsonl" "${@:5}"
 }
-demonstrate noisy "$AGENT" 3 0
-demonstrate informed scripted:informed 2 1
+demonstrate noisy "$AGENT" 3 0 "${TURNS[@]}"
+demonstrate informed scripted:informed 2 1 "${TURNS[@]}"
 EPISODES=("$OUT/noisy.jsonl")
 if [ "$DOMAIN" = backend ]; then
   demonstrate at_once scripted:guessing 1 2 --max_turns 1

@@ -6,14 +6,14 @@ export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
 DOMAIN=${DOMAIN:-backend}
 SEED=${SEED:-0}
-WORLD=${TOPICS:+:$TOPICS} # a world with so many topics
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
   BASE=${BASE:-toy/base}
   TASKS=${TASKS:-700}
   SAMPLES=6
   TEST=${TEST:-500}
-  TOKENS=64 # of one agent message
+  TURNS=(--max_turns 9) # toy/world.py says why
+  TOKENS=64             # of one agent message
   STATES=6  # of a task, that give candidates
   # a task with mixed outcomes has six pairs: four tasks a step, and eight
   PAIRS=(--pairs success_vs_failure --shuffle groups)
@@ -29,6 +29,7 @@ else
   TASKS=${TASKS:-400}
   SAMPLES=4
   TEST=${TEST:-150}
+  TURNS=()
   TOKENS=200
   STATES=2
   PAIRS=(--pairs all --margin 0.1 --batch_size 32 --micro_batch_size 16)
@@ -44,8 +45,8 @@ RFT=(--successes --batch_size 32 --micro_batch_size 16 --lr 1e-3 --epochs 6)
 BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
 
 collect() { # MODEL SEED EPISODES
-  "${BOTH[@]}" collect.py --tasks "toy:$DOMAIN:train$WORLD" --num_tasks "$TASKS" \
-    --samples_per_task "$SAMPLES" --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 \
+  "${BOTH[@]}" collect.py --tasks "toy:$DOMAIN:train${WORLD:+:$WORLD}" --num_tasks "$TASKS" \
+    --samples_per_task "$SAMPLES" "${TURNS[@]}" --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 \
     --seed "$2" --output "$3"
 }
 candidates() { # MODEL EPISODES CANDIDATES
@@ -76,8 +77,8 @@ rft() { # EPISODES OUTPUT
   python variants/sft.py --episodes "$1" --model "$BASE" --output "$2" --seed "$SEED" \
     "${RFT[@]}" --packed
 }
-TEST_TASKS=(--tasks "toy:$DOMAIN:test$WORLD" --num_tasks "$TEST" --samples_per_task 1
-  --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED")
+TEST_TASKS=(--tasks "toy:$DOMAIN:${SPLIT:-test}${WORLD:+:$WORLD}" --num_tasks "$TEST" --samples_per_task 1
+  "${TURNS[@]}" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED")
 play() { # NAME MODEL FLAGS...: writes OUT/test/NAME.jsonl
   python collect.py "${TEST_TASKS[@]}" --agent "$2" --output "$OUT/test/$1.jsonl" "${@:3}"
 }

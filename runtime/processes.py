@@ -102,10 +102,9 @@ def launch(main, args):
         if "out of memory" not in message:
             raise
         raise SystemExit(
-            f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py, evaluate.py)"
-            " or --sampling_batch_size or --micro_batch_size (training) and rerun to"
-            " resume; or, with a new --output, lower --max_length, give --lora_rank 16, omit"
-            " --share state or use more GPUs.") from None
+            f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py) or"
+            " --micro_batch_size (training) and rerun to resume; or, with a new --output, lower"
+            " --max_length, give --lora_rank 16, or use more GPUs.") from None
 
 
 def leave_processes():

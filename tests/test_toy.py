@@ -13,7 +13,7 @@ import pytest
 from conftest import run_script
 
 from colbench import (
-    MAX_TURNS, agent_messages, agent_prompt_of, load_episodes, read_candidates, split_message)
+    agent_messages, agent_prompt_of, load_episodes, read_candidates, split_message)
 from judge.sandbox import ANSWER_MARKER, grade_all
 from runtime.files import write_jsonl
 from runtime.seeds import derive_seed
@@ -21,28 +21,17 @@ from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
 from speakers.pool import run
 from toy.backend import (
-    DETAILS,
-    LIKELY,
-    NUM_OPTIONS,
-    NUM_TOPICS,
-    PHRASES,
-    TOPICS,
-    asked_about,
-    backend_demonstrator,
-    backend_human,
-    code_of,
-    details_in,
-    guessing_backend_demonstrator,
-    informed_backend_demonstrator,
-    knowing_backend_demonstrator,
-    phrase_of,
-)
+    DETAILS, NUM_OPTIONS, PHRASES, TOPICS, asked_about, backend_human, code_of, details_in,
+    phrase_of)
 from toy.credit import (
     KINDS, ToyCredit, credit_auc, credit_pairs, credits_of, halves_shares, main, toy_credit)
-from toy.world import SCRIPTED, toy_tasks
+from toy.world import SCRIPTED, World, toy_tasks
 from train_critic import SOLUTION_NOTE, dialogue_row
 
 ROOT = Path(__file__).resolve().parent.parent
+MAX_TURNS = 9  # of the recipes
+DEMONSTRATOR, KNOWING, INFORMED, GUESSING = (
+    SCRIPTED["backend", "agent", manner] for manner in ("", "knowing", "informed", "guessing"))
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +99,12 @@ def success(tasks, agent):
 
 
 def test_a_perfect_agent_always_succeeds_and_one_that_answers_at_once_hardly_ever(tasks):
-    assert success(tasks, asks_first(lambda task: LIKELY[task["toy"]["topic"]])) == 1.0
+    assert success(tasks, asks_first(lambda task: task["toy"]["likely"])) == 1.0
     assert success(tasks, asks_first(lambda task: [])) < 0.02
 
 
 def test_asking_everything_in_a_fixed_order_runs_out_of_turns(tasks):
-    assert success(tasks, asks_first(lambda task: list(DETAILS))) < 0.3
+    assert success(tasks, asks_first(lambda task: task["toy"]["details"])) < 0.6
 
 
 def test_train_valid_and_test_share_no_task_and_requirements_vary():
@@ -127,16 +116,28 @@ def test_train_valid_and_test_share_no_task_and_requirements_vary():
     assert not train & valid
     assert not train & test
     assert not valid & test
-    assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {2, 3}
+    assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {4, 5}
 
 
-@pytest.mark.parametrize("num_topics", [16, 256])
-def test_a_world_has_as_many_topics_as_its_name_says(num_topics):
-    tasks = toy_tasks(f"toy:backend:train:{num_topics}", 2000)
-    assert {task["toy"]["topic"] for task in tasks} == set(TOPICS[:num_topics])
+@pytest.mark.parametrize("name, world", [
+    ("16", World(topics=16)), ("256", World(topics=256)), ("64/16/5/2-3", World(64, 16, 5, (2, 3))),
+    ("8/12/6/3-3", World(8, 12, 6, (3,)))])
+def test_a_world_is_as_its_name_says(name, world):
+    tasks = toy_tasks(f"toy:backend:train:{name}", 2000)
+    assert {task["toy"]["topic"] for task in tasks} == set(TOPICS[:world.topics])
+    assert {len(task["toy"]["needed"]) for task in tasks} == set(world.needed)
+    likely = {task["toy"]["topic"]: task["toy"]["likely"] for task in tasks}
+    for task in tasks:
+        toy = task["toy"]
+        assert len(toy["details"]) == world.details and len(toy["likely"]) == world.likely
+        assert set(toy["needed"]) <= set(likely[toy["topic"]]) <= set(toy["details"])
+
+
+def test_the_default_world_has_a_name_as_any_other():
     assert len(set(TOPICS)) == 256
     default = toy_tasks("toy:backend:train", 50)
-    assert default == toy_tasks(f"toy:backend:train:{NUM_TOPICS}", 50)
+    assert default == toy_tasks("toy:backend:train:64/10/5/4-5", 50)
+    assert default == toy_tasks("toy:backend:train:64", 50)
 
 
 def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
@@ -144,7 +145,7 @@ def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
 
 
 def test_a_world_of_few_topics_gives_all_the_tasks_that_it_has():
-    tasks = toy_tasks("toy:backend:valid:1", 1000)
+    tasks = toy_tasks("toy:backend:valid:1/16/5/2-3", 1000)
     contents = {(task["problem_description"], task["ground_truth"]) for task in tasks}
     assert len(tasks) == len(contents) == 80
 
@@ -161,7 +162,10 @@ def test_every_requirement_matters_in_some_hidden_test(tasks):
 
 @pytest.mark.parametrize("spec", ["toy:backend", "toy:sql:train", "toy:backend:dev",
                                   "toy:frontend:test:64", "toy:backend:test:0",
-                                  "toy:backend:test:257"])
+                                  "toy:backend:test:257", "toy:backend:test:64/10",
+                                  "toy:backend:test:64/9/5/4-5", "toy:backend:test:64/17/5/4-5",
+                                  "toy:backend:test:64/10/11/4-5", "toy:backend:test:64/10/5/4-6",
+                                  "toy:backend:test:64/10/5/0-1", "toy:backend:test:64/10/5/5-4"])
 def test_an_unknown_world_or_split_is_refused(spec):
     with pytest.raises(SystemExit, match=spec):
         toy_tasks(spec, 1)
@@ -175,7 +179,7 @@ def test_the_request_reveals_no_requirement_and_the_human_only_what_is_asked_for
     task = tasks[0]
     needed = task["toy"]["needed"]
     detail = next(iter(needed))
-    other = next(d for d in DETAILS if d not in needed)
+    other = next(d for d in task["toy"]["details"] if d not in needed)
     phrase = phrase_of(detail, needed[detail])
 
     def reply(text):
@@ -195,34 +199,34 @@ def test_the_demonstrator_often_stops_early_and_often_runs_out_of_turns(tasks):
     early = late = right = 0
     for task in tasks:
         for seed in range(4):
-            history, answer = play(task, backend_demonstrator, seed)
+            history, answer = play(task, DEMONSTRATOR, seed)
             missing = set(task["toy"]["needed"]) - set(details_asked(history))
             marked = ANSWER_MARKER in history[-1]["content"]
             late += not marked
             early += marked and bool(missing)
             right += answer == task["ground_truth"]
     total = 4 * len(tasks)
-    assert 0.07 < right / total < 0.2
-    assert early / total > 0.12
+    assert 0.07 < right / total < 0.3
+    assert early / total > 0.03
     assert late / total > 0.4
 
 
 def test_what_a_demonstrator_knows_of_topics_decides_how_often_it_asks_for_what_is_likely(tasks):
-    """Five of sixteen details are likely, so who knows nothing asks for them 5 times in 16."""
+    """Five of ten details are likely, so who knows nothing asks for them every second time."""
     shares = {}
-    for agent in (backend_demonstrator, knowing_backend_demonstrator):
+    for agent in (DEMONSTRATOR, KNOWING):
         first = []
         for task, seed in itertools.product(tasks, range(10)):
             draw = random.Random(derive_seed(seed, task["task_id"]))
             question = agent(task, [user(task["problem_description"])], draw)
-            first.append(asked_about(question) in LIKELY[task["toy"]["topic"]])
+            first.append(asked_about(question) in task["toy"]["likely"])
         shares[agent] = sum(first) / len(first)
-    assert abs(shares[backend_demonstrator] - 5 / 16) < 0.05
-    assert abs(shares[knowing_backend_demonstrator] - (0.5 + 0.5 * 5 / 16)) < 0.05
+    assert abs(shares[DEMONSTRATOR] - 0.5) < 0.05
+    assert abs(shares[KNOWING] - 0.75) < 0.05
 
 
 def test_who_may_not_ask_guesses_a_function_with_the_number_of_rules_asked_for(tasks):
-    answers = [play(task, guessing_backend_demonstrator)[1] for task in tasks]
+    answers = [play(task, GUESSING)[1] for task in tasks]
     assert [len(details_in(answer)) for answer in answers] == [
         len(task["toy"]["needed"]) for task in tasks]
     assert sum(grade.success for grade in grade_all(tasks, answers)) / len(tasks) < 0.03
@@ -230,14 +234,15 @@ def test_who_may_not_ask_guesses_a_function_with_the_number_of_rules_asked_for(t
 
 def test_the_demonstrator_learns_what_is_wanted_from_the_dialogue_alone(tasks):
     task = tasks[0]
-    blank = {"task_id": "blank", "domain": "backend"}
+    rules = {key: task["toy"][key] for key in ("details", "likely")}
+    blank = {"task_id": "blank", "domain": "backend", "toy": rules}
     informed = blank | {"ground_truth": task["ground_truth"]}
-    history, _ = play(task, backend_demonstrator)
+    history, _ = play(task, DEMONSTRATOR)
     for end in range(1, len(history), 2):
         for seed in range(20):
             for agent, known in (
-                (backend_demonstrator, blank),
-                (informed_backend_demonstrator, informed),
+                (DEMONSTRATOR, blank),
+                (INFORMED, informed),
             ):
                 with_task = agent(task, history[:end], random.Random(seed))
                 assert agent(known, history[:end], random.Random(seed)) == with_task
@@ -290,24 +295,29 @@ def test_the_demonstrator_needs_to_be_told_and_not_only_to_ask(tasks):
         return "I do not know."
 
     for seed in range(20):
-        history, answer = play(task, informed_backend_demonstrator, seed, silent_human)
+        history, answer = play(task, INFORMED, seed, silent_human)
         if ANSWER_MARKER in history[-1]["content"]:
             assert answer == code_of([])
 
 
 def test_the_demonstrator_refuses_a_request_of_another_world():
     with pytest.raises(SystemExit, match="expected one of the embedded backend world"):
-        backend_demonstrator({}, [user("Sort a list.")], random.Random(0))
+        DEMONSTRATOR({}, [user("Sort a list.")], random.Random(0))
 
 
 # -----------------------------------------------------------------------------
 # True credit
 
 
-def test_toy_credit_names_each_kind_of_turn(tasks):
-    task = next(task for task in tasks if len(task["toy"]["needed"]) == 2)
+def few_wishes():
+    """A task that needs two details."""
+    return toy_tasks("toy:backend:train:64/10/5/2-2", 1)[0]
+
+
+def test_toy_credit_names_each_kind_of_turn():
+    task = few_wishes()
     first, second = task["toy"]["needed"]
-    other = next(d for d in DETAILS if d not in task["toy"]["needed"])
+    other = next(d for d in task["toy"]["details"] if d not in task["toy"]["needed"])
 
     def kind(history, text):
         return toy_credit(task, history + [assistant(text)], len(history) // 2).kind
@@ -333,12 +343,15 @@ def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
     returns = defaultdict(list)
     for task in tasks[:60]:
         needed = task["toy"]["needed"]
-        history, _ = play(task, backend_demonstrator, 1)
+        history, _ = play(task, DEMONSTRATOR, 1)
         for turn in range(1, min(MAX_TURNS - 1, len(history) // 2), 2):
             before = history[:2 * turn + 1]
             asked = details_asked(before)
             unknown = [detail for detail in needed if detail not in asked]
-            wasted = next(d for d in DETAILS if d not in needed and d not in asked)
+            wasted = next(
+                (d for d in task["toy"]["details"] if d not in needed and d not in asked), None)
+            if wasted is None:
+                continue
             texts = [f"Tell me the {wasted}.", f"{ANSWER_MARKER}\n{known_code(task, before)}"]
             texts += [f"Tell me the {detail}." for detail in unknown[:1]]
             for text in texts:
@@ -349,7 +362,7 @@ def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
                 else:
                     after.append(user(backend_human(task, after, None)))
                     answers = [
-                        continue_dialogue(task, backend_demonstrator, after, seed)[1]
+                        continue_dialogue(task, DEMONSTRATOR, after, seed)[1]
                         for seed in range(6)
                     ]
                     outcomes = [answer == task["ground_truth"] for answer in answers]
@@ -375,7 +388,7 @@ def state(task, advantages_of=None, **more):
     prompt = agent_prompt_of(task, None)
     texts = [f"Tell me the {detail}." for detail in DETAILS] + [f"{ANSWER_MARKER} x"]
     texts += texts[:3]
-    row = {"task": task, "sample": 0, "turn": 0, "candidates": texts, "finished": [True] * 20,
+    row = {"task": task, "sample": 0, "turn": 0, "candidates": texts, "finished": [True] * len(texts),
            "messages": agent_messages([user(task["problem_description"])], prompt),
            "agent_prompt": prompt, "error": None} | more
     if advantages_of:
@@ -405,8 +418,8 @@ def test_the_auc_counts_a_text_once_however_often_it_was_sampled(tasks):
     assert credit_auc([often], credits_of([often])) == credit_auc([once], credits_of([once]))
 
 
-def test_true_credit_of_a_candidate_is_that_of_the_turn_it_would_be(tasks):
-    task = next(task for task in tasks if len(task["toy"]["needed"]) == 2)
+def test_true_credit_of_a_candidate_is_that_of_the_turn_it_would_be():
+    task = few_wishes()
     first, second = task["toy"]["needed"]
     history = [user(task["problem_description"]), assistant(f"The {first}?"), user("..."),
                assistant(f"<think>The zeros?</think>Tell me the {second}."), user("...")]

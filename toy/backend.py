@@ -1,43 +1,18 @@
 """The embedded backend world: functions that change a text by hidden rules.
 
-A topic ("invoice") makes some details likely, and a task needs a few of those. No prompt says which
+A topic ("invoice") makes some details likely, and a task needs most of those. No prompt says which
 details go with which topic: a policy has to learn it, while whoever sees the solution can read off
-what matters. The more topics there are, the fewer outcomes there are of each; the less the base
-policy knows of them, the rarer its successes.
+what matters. How many there are of each is a World of toy/world.py; how its demonstrators err,
+Habits.
 """
 
 import functools
 import random
 import re
-import typing
 
 from colbench import complete_task, first_request
 from judge.sandbox import ANSWER_MARKER
 from runtime.seeds import derive_seed
-
-# -----------------------------------------------------------------------------
-# The world's parameters. Besides these, DETAILS has sixteen details of four options each, and a
-# dialogue has colbench.MAX_TURNS turns.
-
-NUM_TOPICS = 64  # unless the name of the tasks says another number
-NUM_LIKELY = 5  # details that a topic makes likely
-NUM_NEEDED = {2: "two", 3: "three"}  # details that a task needs, and the word for it in the request
-
-
-class Habits(typing.NamedTuple):
-    """How often a demonstrator, which a base policy imitates, does what, as probabilities."""
-
-    answer_incomplete: float  # answer although some detail is not known yet
-    answer_complete: float  # answer once all details are known
-    ask_preferred: float  # ask for one of the preferred details instead of any
-    ask_again: float = 0.05  # ask for a detail whose reply it has forgotten
-    slip: float = 0.06  # forget a clause, or mistake its option
-
-
-# what the base policy knows of a topic is `ask_preferred`: 0 is nothing
-NOISY = Habits(answer_incomplete=0.02, answer_complete=0.7, ask_preferred=0.0)
-KNOWING = NOISY._replace(ask_preferred=0.5)
-INFORMED = Habits(answer_incomplete=0.02, answer_complete=0.5, ask_preferred=0.6)
 
 # -----------------------------------------------------------------------------
 # Tasks
@@ -143,6 +118,10 @@ DETAILS = {
     ],
 }
 NUM_OPTIONS = 4
+# A world of fewer details lacks the first of these, whose clauses leave many texts as they are or
+# undo what others did
+OMITTED = ("margin", "zeros", "vowels", "direction", "length", "width")
+NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}  # in the request
 TOPICS = (
     "invoice ticket badge parcel recipe poster ledger voucher caption banner album receipt lesson"
     " memo locker shelf coupon menu passport playlist bottle crate folder garden harbor island"
@@ -165,19 +144,29 @@ TOPICS = (
     " razor river robin rose salad sandal scarf school sculpture shed shovel silver sofa spider"
     " spoon squirrel stadium stove"
 ).split()
-LIKELY = {topic: random.Random(f"topic {topic}").sample(list(DETAILS), NUM_LIKELY)
-          for topic in TOPICS}
 INPUT_WORDS = "red apple Boat seven tea Green see lamp".split()
 INPUT_NUMBERS = (10, 100, 201, 35, 1)
 
 
+def details_of(world):
+    """The details that the human of a world could be asked for."""
+    omitted = OMITTED[:len(DETAILS) - world.details]
+    return [detail for detail in DETAILS if detail not in omitted]
+
+
+@functools.cache
+def likely_details(topic, world):
+    """The details that a topic makes likely: all that its tasks ever need."""
+    return random.Random(f"topic {topic}").sample(details_of(world), world.likely)
+
+
 # After so many draws for each topic without a new task, there is none left: the rarest ones are
-# drawn once in 1,280.
+# drawn once in some 2,500.
 MAX_MISSES = 20_000
 
 
-def backend_tasks(split, num_tasks, num_topics):
-    """The first tasks of a split; fewer where it has no more, some 80 a topic for valid.
+def backend_tasks(split, num_tasks, world):
+    """The first tasks of a split; fewer where it has no more.
 
     A task's content decides its split, so splits are disjoint.
     """
@@ -185,10 +174,10 @@ def backend_tasks(split, num_tasks, num_topics):
     tasks = []
     seen = set()
     misses = 0
-    while len(tasks) < num_tasks and misses < MAX_MISSES * num_topics:
+    while len(tasks) < num_tasks and misses < MAX_MISSES * world.topics:
         misses += 1
-        topic = draw.choice(TOPICS[:num_topics])
-        needed = draw.sample(LIKELY[topic], draw.choice(list(NUM_NEEDED)))
+        topic = draw.choice(TOPICS[:world.topics])
+        needed = draw.sample(likely_details(topic, world), draw.choice(world.needed))
         choice = tuple(
             (detail, draw.randrange(NUM_OPTIONS)) for detail in DETAILS if detail in needed
         )
@@ -199,7 +188,7 @@ def backend_tasks(split, num_tasks, num_topics):
         if inputs is None:
             continue
         misses = 0
-        tasks.append(backend_task(f"{split}-{len(tasks):05d}", topic, choice, inputs))
+        tasks.append(backend_task(f"{split}-{len(tasks):05d}", topic, choice, inputs, world))
     return tasks
 
 
@@ -213,19 +202,20 @@ def backend_split(topic, choice):
     return "train"
 
 
-def backend_task(name, topic, choice, inputs):
-    """One task; `toy` holds its topic and needed details, for the human and the true credit."""
+def backend_task(name, topic, choice, inputs, world):
+    """One task; `toy` holds what the human, the demonstrators and the true credit know of it."""
     calls = {f"test{count}": f"label({text!r})" for count, text in enumerate(inputs, 1)}
     return complete_task({
         "task_id": f"toy-backend-{name}",
         "domain": "backend",
         "problem_description": (
-            f"Write a function that makes the {topic} label by {NUM_NEEDED[len(choice)]} rules."
+            f"Write a function that makes the {topic} label by {NUMBERS[len(choice)]} rules."
             " The signature of the function is: def label(text)"
         ),
         "ground_truth": code_of(choice),
         "test_cases": calls,
-        "toy": {"topic": topic, "needed": dict(choice)},
+        "toy": {"topic": topic, "needed": dict(choice), "details": details_of(world),
+                "likely": likely_details(topic, world)},
     })
 
 
@@ -321,46 +311,43 @@ PHRASES = {
 }
 
 
-def backend_demonstrator(task, messages, draw):
-    """A noisy agent: it knows nothing of topics, stops too early or asks for too long."""
-    topic, _ = read_request(messages)
-    return demonstrate(messages, draw, LIKELY[topic], NOISY)
+def backend_demonstrator(task, messages, draw, habits):
+    """A noisy agent: it stops too early or asks for too long; habits say what it knows."""
+    num_needed = read_request(messages)
+    return demonstrate(messages, draw, num_needed, task["toy"]["details"], task["toy"]["likely"],
+                       habits)
 
 
-def knowing_backend_demonstrator(task, messages, draw):
-    """A noisy agent that knows, for half of its questions, what a topic makes likely."""
-    topic, _ = read_request(messages)
-    return demonstrate(messages, draw, LIKELY[topic], KNOWING)
-
-
-def guessing_backend_demonstrator(task, messages, draw):
-    """Answers at once, as one who may not ask has to: with details and options at random."""
-    _, num_needed = read_request(messages)
-    guessed = draw.sample(list(DETAILS), num_needed)
-    choice = [(detail, draw.randrange(NUM_OPTIONS)) for detail in DETAILS if detail in guessed]
-    return f"{ANSWER_MARKER}\n{code_of(choice)}"
-
-
-def informed_backend_demonstrator(task, messages, draw):
+def informed_backend_demonstrator(task, messages, draw, habits):
     """A noisy agent that knows from the solution which details to ask for.
 
     Its episodes show the tiny base model how to read a solution in its context, which a
     pretrained model can do from the start.
     """
-    return demonstrate(messages, draw, details_in(task["ground_truth"]), INFORMED)
+    num_needed = read_request(messages)
+    preferred = details_in(task["ground_truth"])
+    return demonstrate(messages, draw, num_needed, task["toy"]["details"], preferred, habits)
+
+
+def guessing_backend_demonstrator(task, messages, draw):
+    """Answers at once, as one who may not ask has to: with details and options at random."""
+    num_needed, details = read_request(messages), task["toy"]["details"]
+    guessed = draw.sample(details, num_needed)
+    choice = [(detail, draw.randrange(NUM_OPTIONS)) for detail in details if detail in guessed]
+    return f"{ANSWER_MARKER}\n{code_of(choice)}"
 
 
 def read_request(messages):
-    """(topic, number of needed details) of a request."""
+    """The number of needed details that a request names."""
     request = messages[first_request(messages)]["content"]
-    found = re.search(r"makes the (\w+) label by (\w+) rules", request)
-    numbers = {word: number for number, word in NUM_NEEDED.items()}
-    if found is None or found[1] not in LIKELY or found[2] not in numbers:
+    found = re.search(r"makes the \w+ label by (\w+) rules", request)
+    numbers = {word: number for number, word in NUMBERS.items()}
+    if found is None or found[1] not in numbers:
         raise SystemExit(
             f"found the request {request!r}, expected one of the embedded backend world, with a"
-            " known topic and number of rules; the scripted agent can read no other: use a model"
+            " known number of rules; the scripted agent can read no other: use a model"
         )
-    return found[1], numbers[found[2]]
+    return numbers[found[1]]
 
 
 def details_in(solution):
@@ -384,20 +371,19 @@ def details_told(messages):
     return told
 
 
-def demonstrate(messages, draw, preferred, habits):
+def demonstrate(messages, draw, num_needed, details, preferred, habits):
     """The next message of a demonstrator that would like to ask for the `preferred` details."""
     own_messages = [message for message in messages if message["role"] == "assistant"]
     asked = [asked_about(message["content"]) for message in own_messages]
     told = details_told(messages)
     known = [(detail, told[detail]) for detail in DETAILS if detail in asked and detail in told]
-    _, num_needed = read_request(messages)
     if len(known) >= num_needed:
         answer_probability = habits.answer_complete
     else:
         answer_probability = habits.answer_incomplete
     if draw.random() < answer_probability:
         return f"{ANSWER_MARKER}\n{code_of(with_slips(known, habits, draw))}"
-    detail = detail_to_ask(asked, preferred, habits, draw)
+    detail = detail_to_ask(asked, details, preferred, habits, draw)
     return draw.choice(QUESTIONS).format(detail)
 
 
@@ -413,11 +399,11 @@ def with_slips(known, habits, draw):
     return written
 
 
-def detail_to_ask(asked, preferred, habits, draw):
+def detail_to_ask(asked, details, preferred, habits, draw):
     """The detail that the demonstrator asks for next."""
     if asked and draw.random() < habits.ask_again:
         return draw.choice(asked)
-    not_asked = [detail for detail in DETAILS if detail not in asked]
+    not_asked = [detail for detail in details if detail not in asked]
     hoped_for = [detail for detail in preferred if detail not in asked]
     if hoped_for and draw.random() < habits.ask_preferred:
         return draw.choice(hoped_for)

@@ -80,7 +80,6 @@ def credits_of_state(state):
     """The true credit of each candidate of a state."""
     task, messages = state["task"], state["messages"]
     history = messages[first_request(messages):]
-    # rows say how many messages the agent may send where it is not the usual number
     max_turns = state.get("max_turns") or MAX_TURNS
     credits = {}
     for text in dict.fromkeys(state["candidates"]):
