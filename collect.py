@@ -79,7 +79,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
-    outputs, answer, grade, error = [], None, None, None
+    outputs, answer, error, graded = [], None, None, {}
 
     def ask(party, speaker, messages):
         key = (task["task_id"], sample)
@@ -109,6 +109,8 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             history.append({"role": "user", "content": reply[:rules.reply_chars]})
         with elsewhere():  # meanwhile, models go on with the other dialogues
             grade = judge.grade(task, domain.graded_text(answer, history))
+        graded = {"reward": grade.reward, "success": grade.success,
+                  "reasons": reasons_of(grade, content)}
     except SpeakerError as reason:
         error = str(reason)
     except Exception as bug:
@@ -118,12 +120,11 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     replies = [message["content"] for message in history[2::2]]
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
-        "reward": grade.reward if grade else None, "success": grade.success if grade else None,
-        "turns": len(outputs), "max_turns": rules.max_turns,
-        "agent_tokens": agent.count_tokens(outputs),
-        "reasons": reasons_of(grade, content) if grade else {}, "leak": leak_share(task, replies),
-        "seed": rules.seed, "agent_prompt": rules.agent_prompt, "error": error,
-    }
+        "reward": None, "success": None, "turns": len(outputs), "max_turns": rules.max_turns,
+        "agent_tokens": agent.count_tokens(outputs), "reasons": {},
+        "leak": leak_share(task, replies), "seed": rules.seed, "agent_prompt": rules.agent_prompt,
+        "error": error,
+    } | graded
 
 
 def human_view(task, history, human, judge, prompt):
@@ -260,9 +261,8 @@ def collect_states(args, process):
 
 def open_store(args, inputs, key, process):
     """The rows that the output has; another command's output is refused."""
-    # a critic, too, if a variant has one
-    checkpoints = [value for value in vars(args).values() if isinstance(value, str)]
-    inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*checkpoints)]
+    models = [args.agent, args.human, getattr(args, "critic", None)]  # variants may have a critic
+    inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*models)]
     return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
                      keep=lambda row: not row.get("error"))
 
@@ -362,7 +362,7 @@ BOUNDS = {  # flag -> (least, below)
     "num_tasks": (1, math.inf), "samples_per_task": (1, math.inf), "max_turns": (1, math.inf),
     "reply_chars": (1, math.inf), "max_new_tokens": (1, math.inf), "batch_size": (1, math.inf),
     "human_max_new_tokens": (1, math.inf), "temperature": (0, math.inf), "seed": (0, math.inf),
-    "human_temperature": (0, math.inf), "states_fraction": (0, 1.000001),
+    "human_temperature": (0, math.inf), "states_fraction": (0.000001, 1.000001),
     "states_per_task": (1, math.inf), "num_candidates": (1, math.inf),
 }
 PLAYING = (

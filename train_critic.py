@@ -126,21 +126,14 @@ def split_tasks(task_ids, holdout, seed):
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 
-def critic_messages(task, messages, privileged="ground_truth", picture=None):
-    """What critic and reference see: the agent's messages, with the solution c in front.
-
-    `picture`: the solution as a message part, in place of its text (variants/value_critic.py).
-    """
+def critic_messages(task, messages, privileged="ground_truth"):
+    """What critic and reference see: the agent's messages, with the solution c in front."""
     if privileged == "none":
         return messages
     if privileged != "ground_truth":
         raise ValueError(f"found privileged {privileged!r}, expected 'ground_truth' or 'none'")
     first = first_request(messages)
-    request = messages[first]["content"]
-    if picture:
-        content = [picture, {"type": "text", "text": request}]
-    else:
-        content = SOLUTION_NOTE.format(solution=task["ground_truth"]) + request
+    content = SOLUTION_NOTE.format(solution=task["ground_truth"]) + messages[first]["content"]
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
@@ -156,6 +149,16 @@ class Row:
     turn_index: list  # T: the agent turn that a token belongs to, -1 if it is not the agent's
     reference: torch.Tensor | None = None  # (S,): log-probs of its turns under pi_ref
 
+    @property
+    def turns(self):
+        return max(self.turn_index) + 1  # S
+
+    @property
+    def last_turn_start(self):
+        """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of
+        one state, side by side."""
+        return self.turn_index.index(self.turns - 1)
+
 
 def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
@@ -168,17 +171,21 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
 
 
 def read_pairs(tokenizer, groups, rule, margin, max_length, privileged):
-    """(pairs of rows, a list for each group of episodes; episodes that are too long)."""
-    pairs_of_groups, too_long = [], 0
+    """(pairs of rows, one list per task; the number of episodes that are too long).
+
+    `groups` are the episodes of one task each.
+    """
+    pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
-        used = {episode["sample"]: episode for pair in pairs for episode in pair}
-        rows = {sample: dialogue_row(tokenizer, episode, max_length, privileged)
-                for sample, episode in used.items()}
-        too_long += list(rows.values()).count(None)
+        rows = {}  # sample -> the row of that episode
+        if pairs:
+            rows = {episode["sample"]: dialogue_row(tokenizer, episode, max_length, privileged)
+                    for episode in group}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
-        pairs_of_groups.append([pair for pair in pairs if None not in pair])
-    return pairs_of_groups, too_long
+        pairs_of_tasks.append([pair for pair in pairs if None not in pair])
+        too_long += list(rows.values()).count(None)
+    return pairs_of_tasks, too_long
 
 
 # -----------------------------------------------------------------------------
@@ -186,7 +193,7 @@ def read_pairs(tokenizer, groups, rule, margin, max_length, privileged):
 
 
 def turn_logprobs(model, rows):
-    """(logprobs, tokens): log-prob of each turn's tokens together, and their number; (R, S) each.
+    """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
     """
@@ -200,7 +207,7 @@ def turn_logprobs(model, rows):
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
     logprobs = logits.log_softmax(-1).gather(2, target[..., None])  # (R, C, 1)
-    turns = torch.arange(1 + max(max(row.turn_index) for row in rows), device=model.device)  # (S,)
+    turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
     is_of_turn = turn_index[..., None] == turns  # (R, C, S)
     return (logprobs * is_of_turn).sum(1), is_of_turn.sum(1)
 
@@ -218,23 +225,16 @@ def critic_objective(model, pairs, beta, nll, normalise):
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
 
 
-def last_turn_start(row):
-    """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of one
-    state, side by side."""
-    return row.turn_index.index(max(row.turn_index))
-
-
 def set_reference(model, rows, run, size):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
-    order = sorted(range(len(rows)), key=lambda index: last_turn_start(rows[index]))
+    numbers = sorted(range(len(rows)), key=lambda number: rows[number].last_turn_start)
     found = {}
     with run.scoring(model):
-        for mine, _ in run.share(order, size):
-            logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
-            found.update(zip(mine, logprobs.cpu(), strict=True))
-    for index, logprobs in run.gather(found).items():
-        row = rows[index]
-        row.reference = logprobs[:1 + max(row.turn_index)].clone()  # without the padding
+        for mine, _ in run.share(numbers, size):
+            logprobs, _ = turn_logprobs(model, [rows[number] for number in mine])
+            found |= zip(mine, logprobs.cpu(), strict=True)
+    for number, logprobs in run.gather(found).items():
+        rows[number].reference = logprobs[:rows[number].turns].clone()  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def learning_rate(step, steps, peak):
 def plan_batches(groups, epochs, batch_size, shuffle, seed):
     """The pairs of each step: in every epoch all of them, in a new seeded order.
 
-    `groups` are lists of pairs, one for each task (or state). With shuffle "groups", the pairs of
-    one group stay side by side, so that what they share is computed once (--packed).
+    `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
+    group stay side by side, so that what they share is computed once (--packed).
     """
     batches = []
     for epoch in range(epochs):
@@ -269,7 +269,8 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def held_out_metrics(model, pairs, run, args):
-    """Adds loss and accuracy on held-out tasks to what the next line of metrics.jsonl holds."""
+    """Add the loss, without its NLL term, and the accuracy on held-out tasks to the next log line.
+    """
     with run.scoring(model):
         for mine, weight in run.share(pairs, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
@@ -277,7 +278,7 @@ def held_out_metrics(model, pairs, run, args):
 
 
 def main(args):
-    if args.packed:  # the same numbers, sooner: fast/packed.py
+    if args.packed:  # the same numbers, sooner: from here on, this file's name means the fast one
         global turn_logprobs
         from fast.packed import turn_logprobs
     if args.episodes:
@@ -306,7 +307,8 @@ def train(args):
             f" {len(held_out_tasks)} tasks held out; {too_long} episodes are longer than"
             f" --max_length {args.max_length}")
     if not pairs:
-        raise SystemExit(f"{' '.join(args.episodes)}: found no pair{why_no_pairs(tasks, args)}")
+        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
+                         f" of one task, expected at least one. {what_helps(tasks, args)}")
     rows = list(dict.fromkeys(row for pair in pairs + held_out for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
@@ -318,12 +320,12 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps, epoch = run.plan(len(batches)), len(batches) // args.epochs
+    steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
     for step in range(run.resume(model, optimizer), steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
-        batch = sorted(batches[step], key=lambda pair: max(map(last_turn_start, pair)))
+        batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
         # FSDP averages gradients over ranks: weight is their number, or 0 for a repeated pair
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
@@ -333,31 +335,27 @@ def train(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        if held_out and ((step + 1) % epoch == 0 or step + 1 == steps):
+        if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             held_out_metrics(model, held_out, run, args)
         run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)
 
 
-def why_no_pairs(tasks, args):
-    """What is missing, and what helps."""
-    if not tasks:
-        return ", since every episode failed; see the reasons in `error`, and collect them again"
-    several = sum(len(group) > 1 for group in tasks.values())
-    if not several:
-        return (", since every task has one episode alone, expected several of a task, of which one"
-                " is better; collect with --samples_per_task 4, or give logs a `task` in common")
-    if any(pair_episodes(group, args.pairs, args.margin) for group in tasks.values()):
-        return (" that is neither held out nor too long, expected at least one; lower --holdout"
-                f" {args.holdout} or raise --max_length {args.max_length}")
-    advice = "collect more episodes of each task"
-    if args.margin:
-        advice += f", or lower --margin {args.margin}"
-    if any(pair_episodes(group, "all", args.margin) for group in tasks.values()):
-        advice += ", or take --pairs all, which needs no success, only different rewards"
-    return (" of a better and a worse episode of one task, expected at least one; a model that"
-            f" never succeeds has none: {advice}")
+def what_helps(tasks, args):
+    """Advice for episodes without a pair."""
+    groups = tasks.values()
+    if not groups:
+        return "Every episode failed: read their `error`, and collect them again."
+    if all(len(group) == 1 for group in groups):
+        return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
+                " a `task` in common.")
+    if any(pair_episodes(group, args.pairs, args.margin) for group in groups):
+        return "All pairs are held out or too long: lower --holdout, or raise --max_length."
+    if any(pair_episodes(group, "all", args.margin) for group in groups):
+        return "No task has a success: take --pairs all, which needs only different rewards."
+    return ("The episodes of a task are all worth the same: lower --margin, or collect more. A"
+            " model that never succeeds learns from demonstrations first (variants/sft.py).")
 
 
 # -----------------------------------------------------------------------------
@@ -367,7 +365,7 @@ def why_no_pairs(tasks, args):
 class Critic:
     """Opens a directory that this script wrote, and gives turns their advantages.
 
-    Weights are in the type that models compute in; the output layers compute in fp32, since some
+    Weights have the dtype that models compute in; the output layers compute in fp32, since some
     advantages are as small as the rounding of bf16.
     """
 
@@ -375,13 +373,10 @@ class Critic:
         if reference not in ("privileged", "plain"):
             raise ValueError(f"found reference {reference!r}, expected privileged or plain")
         flags = read_critic_flags(path)
-        if flags["privileged"] == "none" and reference == "plain":
-            raise SystemExit("found --reference plain with a critic that does not see the solution"
-                             " either, so it changes nothing; omit --reference")
         self.normalise, self.max_length = flags["normalise"], flags["max_length"]
-        self.privileged, self.reference_sees = flags["privileged"], flags["privileged"]
-        if reference == "plain":  # the official ranking
-            self.reference_sees = "none"
+        self.privileged, self.reference_privileged = flags["privileged"], flags["privileged"]
+        if reference == "plain":  # the official ranking: its reference does not see the solution
+            self.reference_privileged = "none"
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -392,29 +387,25 @@ class Critic:
         candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
         distinct = list(dict.fromkeys(candidates))  # equal texts are computed once
         rows = []
-        for privileged in (self.privileged, self.reference_sees):
+        for privileged in (self.privileged, self.reference_privileged):
             seen = critic_messages(task, messages, privileged)
             encoded = encode_candidates(self.tokenizer, seen, distinct, self.max_length)
             if encoded is None:
                 return None
             rows.append([Row(*one) for one in encoded])
-        values = self._advantages(*rows).sum(1)  # of the only turn
-        of_candidate = dict(zip(distinct, values.tolist(), strict=True))
+        values = self.score(*rows)[:, 0].tolist()  # a candidate is one turn
+        of_candidate = dict(zip(distinct, values, strict=True))
         return [of_candidate[candidate] for candidate in candidates]
 
-    def advantages_of_dialogue(self, episode):
-        """One advantage per agent turn of an episode; None for turns that do not fit."""
-        turns = sum(message["role"] == "assistant" for message in episode["dialogue_history"])
-        row = dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
-        if row is None:
-            return [None] * turns
-        values = self._advantages([row], [row])[0].tolist()
-        return [None] * (turns - len(values)) + values
+    def dialogue(self, episode):
+        """The row of an episode; None if its last turn does not fit."""
+        return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
 
     @torch.no_grad()
-    def _advantages(self, rows, reference_rows):
+    def score(self, rows, reference_rows=None):
+        """The advantage of each turn of the rows, (R, S); the reference may read other rows."""
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
-        reference, _ = turn_logprobs(self.reference, reference_rows)
+        reference, _ = turn_logprobs(self.reference, reference_rows or rows)
         # a candidate's trajectory is its turn alone; turns of a dialogue are scored in the same
         # way, so that both can be compared
         normalise = "turn" if self.normalise == "trajectory" else self.normalise
@@ -431,11 +422,16 @@ def read_critic_flags(path):
 
 
 def rank(args):
-    """Write the candidates with the critic's advantages; processes share the states."""
+    """Write the candidates with the critic's advantages; each process ranks a part of the states.
+    """
+    critic_flags = read_critic_flags(args.output)
+    if critic_flags["privileged"] == "none" and args.reference == "plain":
+        raise SystemExit("found --reference plain with a critic that does not see the solution"
+                         " either, so it changes nothing; omit --reference")
     process, path = join_processes(), args.ranked or Path(args.output, "ranked.jsonl")
-    max_length = read_critic_flags(args.output)["max_length"]
     states, omitted = read_candidates(args.candidates)
-    flags = {"candidates": args.candidates, "reference": args.reference, "critic": args.output}
+    flags = {"candidates": args.candidates, "critic": args.output, "reference": args.reference,
+             "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")  # survives a kill
     mine = [state for state in states[process.rank::process.world]
@@ -450,7 +446,7 @@ def rank(args):
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states; {omitted} failed ones omitted, {too_long} are"
-              f" too long for the critic (--max_length {max_length})")
+              f" too long for the critic (--max_length {critic_flags['max_length']})")
 
 
 # -----------------------------------------------------------------------------

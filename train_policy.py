@@ -131,9 +131,19 @@ class Row:
     turn_index: list  # T: the agent turn that a token belongs to, -1 if it is not the agent's
     reference: torch.Tensor | None = None  # (S,): log-probs of its turns under pi_ref
 
+    @property
+    def turns(self):
+        return max(self.turn_index) + 1  # S
+
+    @property
+    def last_turn_start(self):
+        """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of
+        one state, side by side."""
+        return self.turn_index.index(self.turns - 1)
+
 
 def candidate_pairs(tokenizer, states, pairing, count, max_length, seed):
-    """(pairs of rows, a list for each state; pairs that are too long)."""
+    """(pairs of rows, one list per state; the number of pairs that are too long)."""
     pairs_of_states, too_long = [], 0
     for state in states:
         draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
@@ -152,17 +162,21 @@ def candidate_pairs(tokenizer, states, pairing, count, max_length, seed):
 
 
 def dialogue_pairs(tokenizer, groups, rule, margin, max_length):
-    """(pairs of rows, a list for each group of episodes; episodes that are too long)."""
-    pairs_of_groups, too_long = [], 0
+    """(pairs of rows, one list per task; the number of episodes that are too long).
+
+    `groups` are the episodes of one task each.
+    """
+    pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
-        used = {episode["sample"]: episode for pair in pairs for episode in pair}
-        rows = {sample: dialogue_row(tokenizer, episode, max_length)
-                for sample, episode in used.items()}
-        too_long += list(rows.values()).count(None)
+        rows = {}  # sample -> the row of that episode
+        if pairs:
+            rows = {episode["sample"]: dialogue_row(tokenizer, episode, max_length)
+                    for episode in group}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
-        pairs_of_groups.append([pair for pair in pairs if None not in pair])
-    return pairs_of_groups, too_long
+        pairs_of_tasks.append([pair for pair in pairs if None not in pair])
+        too_long += list(rows.values()).count(None)
+    return pairs_of_tasks, too_long
 
 
 def dialogue_row(tokenizer, episode, max_length):
@@ -179,7 +193,7 @@ def dialogue_row(tokenizer, episode, max_length):
 
 
 def turn_logprobs(model, rows):
-    """(logprobs, tokens): log-prob of each turn's tokens together, and their number; (R, S) each.
+    """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
     """
@@ -193,7 +207,7 @@ def turn_logprobs(model, rows):
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
     logprobs = logits.log_softmax(-1).gather(2, target[..., None])  # (R, C, 1)
-    turns = torch.arange(1 + max(max(row.turn_index) for row in rows), device=model.device)  # (S,)
+    turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
     is_of_turn = turn_index[..., None] == turns  # (R, C, S)
     return (logprobs * is_of_turn).sum(1), is_of_turn.sum(1)
 
@@ -211,23 +225,16 @@ def dpo_objective(model, pairs, beta, nll):
             "chosen_reward": chosen_reward, "nll": token_nll}
 
 
-def last_turn_start(row):
-    """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of one
-    state, side by side."""
-    return row.turn_index.index(max(row.turn_index))
-
-
 def set_reference(model, rows, run, size):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
-    order = sorted(range(len(rows)), key=lambda index: last_turn_start(rows[index]))
+    numbers = sorted(range(len(rows)), key=lambda number: rows[number].last_turn_start)
     found = {}
     with run.scoring(model):
-        for mine, _ in run.share(order, size):
-            logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
-            found.update(zip(mine, logprobs.cpu(), strict=True))
-    for index, logprobs in run.gather(found).items():
-        row = rows[index]
-        row.reference = logprobs[:1 + max(row.turn_index)].clone()  # without the padding
+        for mine, _ in run.share(numbers, size):
+            logprobs, _ = turn_logprobs(model, [rows[number] for number in mine])
+            found |= zip(mine, logprobs.cpu(), strict=True)
+    for number, logprobs in run.gather(found).items():
+        rows[number].reference = logprobs[:rows[number].turns].clone()  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -246,8 +253,8 @@ def learning_rate(step, steps, peak):
 def plan_batches(groups, epochs, batch_size, shuffle, seed):
     """The pairs of each step: in every epoch all of them, in a new seeded order.
 
-    `groups` are lists of pairs, one for each task (or state). With shuffle "groups", the pairs of
-    one group stay side by side, so that what they share is computed once (--packed).
+    `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
+    group stay side by side, so that what they share is computed once (--packed).
     """
     batches = []
     for epoch in range(epochs):
@@ -262,13 +269,14 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_pairs(tokenizer, args, run):
-    """(pairs of rows, a list for each state or task; the agent's own instructions, if any)."""
+    """(pairs of rows, one list per state or task; the agent's own instructions, if any)."""
     if args.candidates:
         states, omitted = read_candidates(args.candidates, ranked=True)
         groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                            args.max_length, args.seed)
+        rankers = ", ".join(sorted({state["ranker"] for state in states}))
         run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by"
-                f" {states[0]['ranker']}: {sum(map(len, groups))} pairs; {too_long} are longer than"
+                f" {rankers}: {sum(map(len, groups))} pairs; {too_long} are longer than"
                 f" --max_length {args.max_length}")
         return groups, custom_prompt(states)
     episodes, failed = load_episodes(args.episodes)
@@ -282,7 +290,7 @@ def read_pairs(tokenizer, args, run):
 
 
 def main(args):
-    if args.packed:  # the same numbers, sooner: fast/packed.py
+    if args.packed:  # the same numbers, sooner: from here on, this file's name means the fast one
         global turn_logprobs
         from fast.packed import turn_logprobs
     inputs = [args.candidates] if args.candidates else args.episodes
@@ -314,7 +322,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
-        batch = sorted(batches[step], key=lambda pair: max(map(last_turn_start, pair)))
+        batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
         # FSDP averages gradients over ranks: weight is their number, or 0 for a repeated pair
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)

@@ -24,7 +24,7 @@ LOGITS_AT_ONCE = 512  # scored tokens whose logits are in fp32 at a time
 
 
 def turn_logprobs(model, rows):
-    """(logprobs, tokens): log-prob of each turn's tokens together, and their number; (R, S) each.
+    """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
     """
     distinct = list(dict.fromkeys(rows))
     number = {row: index for index, row in enumerate(distinct)}
@@ -63,7 +63,7 @@ def turn_logprobs(model, rows):
     logprobs = torch.cat([checkpoint(picked_logprobs, *part, use_reentrant=False) for part in zip(
         logits.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)])  # (n,)
 
-    turns = 1 + max(max(row.turn_index) for row in distinct)  # S
+    turns = max(row.turns for row in distinct)  # S
     sums = logprobs.new_zeros(len(distinct), turns).index_put((row, turn), logprobs, True)
     tokens = target.new_zeros(sums.shape).index_put((row, turn), torch.ones_like(target), True)
     order = [number[row] for row in rows]

@@ -28,6 +28,7 @@ from toy.credit import has_toy_credit, toy_credit
 PAGE = Path(__file__).with_name("page.html")
 EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
 EMPTY_EPISODES = '<script type="text/plain" id="packed"></script>'
+DIALOGUES_AT_ONCE = 8  # of one forward of the critic
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
 # -----------------------------------------------------------------------------
@@ -137,14 +138,31 @@ def annotate(policies, critic=None):
     episodes = [episode for runs in policies.values() for run in runs for episode in run
                 if not episode["error"]]
     if critic:
-        for episode in tqdm(episodes, unit="episode", desc="advantages", **join_processes().bar):
-            episode["advantages"] = critic.advantages_of_dialogue(episode)
+        add_advantages(critic, episodes)
     for episode in episodes:
         if has_toy_credit(episode["task"]):
             episode["credits"] = true_credits(episode)
     if episodes and DOMAINS[episodes[0]["task"]["domain"]].pages:
         with Browser() as browser:
             add_screenshots(episodes, browser)
+
+
+def add_advantages(critic, episodes):
+    """Set the `advantages` of all agent turns, None for turns that are too long for the critic."""
+    rows = [(episode, critic.dialogue(episode)) for episode in episodes]
+    readable = [(episode, row) for episode, row in rows if row]
+    readable.sort(key=lambda pair: len(pair[1].ids))  # dialogues of one forward are equally long
+    found = {}
+    bar = tqdm(total=len(readable), unit="episode", desc="advantages", **join_processes().bar)
+    for start in range(0, len(readable), DIALOGUES_AT_ONCE):
+        part = readable[start:start + DIALOGUES_AT_ONCE]
+        values = critic.score([row for _, row in part]).tolist()
+        for (episode, row), of_turns in zip(part, values, strict=True):
+            found[id(episode)] = of_turns[:row.turns]
+        bar.update(len(part))
+    for episode in episodes:
+        values = found.get(id(episode), [])
+        episode["advantages"] = [None] * (episode["turns"] - len(values)) + values
 
 
 def true_credits(episode):

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The paper's Table 3 and best of N on the embedded world, from what runs/toy.sh left in OUT:
-# SWEET-RL without training-time information, without length normalisation, and with a value head;
-# with and without information on the paper's own pairs, and on these, ranks by true credit and at
-# random, the bounds of every critic; and matrices of rank 16 (LoRA) in place of all weights.
+# The paper's Table 3, critics beside critics, and best of N on the embedded world, from what
+# runs/toy.sh left in OUT. Each critic ranks the same candidates, and a policy learns from its ranks:
+# without training-time information, without length normalisation, with that of the official code,
+# with a value head, untrained, and for the bounds of every critic true credit and random ranks.
+# Then SWEET-RL's own ranks with another pairing rule, and matrices of rank 16 (LoRA) for all weights.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
@@ -14,34 +15,39 @@ learn() { # NAME RANKED FLAGS...: a policy, and its test
   play "$1" "$OUT/$1/policy"
   POLICIES+=("$1=$OUT/test/$1.jsonl")
 }
-ablation() { # NAME CRITIC_FLAGS...: the same candidates, ranked by another critic
+critic_and_policy() { # NAME CRITIC_FLAGS...
   critic "$BASE" "$OUT/$1/critic" --episodes "$OUT/episodes.jsonl" "${@:2}"
   rank "$OUT/candidates.jsonl" "$OUT/$1/critic"
+  learn "$1" "$OUT/$1/critic/ranked.jsonl"
 }
-ablation sweet_no_privileged --privileged none
-learn sweet_no_privileged "$OUT/sweet_no_privileged/critic/ranked.jsonl"
-ablation sweet_no_normalise --normalise none
-learn sweet_no_normalise "$OUT/sweet_no_normalise/critic/ranked.jsonl"
-ablation sweet_lora --lora_rank 16 --lr 1e-4
-learn sweet_lora "$OUT/sweet_lora/critic/ranked.jsonl" --lora_rank 16 --lr 3e-3
+critic_and_policy sweet_no_privileged --privileged none
+critic_and_policy sweet_no_normalise --normalise none
+critic_and_policy sweet_trajectory --normalise trajectory
 
-# a value is no ratio to a reference, so that zero would say nothing: halves
 python variants/value_critic.py --episodes "$OUT/episodes.jsonl" --model "$BASE" --seed "$SEED" \
   "${CRITIC[@]}" "${VALUE_HEAD[@]}" --output "$OUT/sweet_value_head/critic" \
   --candidates "$OUT/candidates.jsonl"
 true_credit "$OUT/sweet_value_head/critic"
-learn sweet_value_head "$OUT/sweet_value_head/critic/ranked.jsonl" --pairing halves
+learn sweet_value_head "$OUT/sweet_value_head/critic/ranked.jsonl"
 
-learn sweet_halves "$OUT/critic/ranked.jsonl" --pairing halves
-learn sweet_halves_no_privileged "$OUT/sweet_no_privileged/critic/ranked.jsonl" --pairing halves
+# A step of rate 0 leaves the base, whose ratio with the solution to without it stands for the critic
+critic "$BASE" "$OUT/sweet_untrained/critic" --episodes "$OUT/episodes.jsonl" --lr 0 --max_steps 1
+rank "$OUT/candidates.jsonl" "$OUT/sweet_untrained/critic" --reference plain
+learn sweet_untrained "$OUT/sweet_untrained/critic/ranked.jsonl"
+
 if [ "$DOMAIN" = backend ]; then # whose true credit is known
   for ranker in credit random; do
-    mkdir -p "$OUT/sweet_halves_$ranker"
+    mkdir -p "$OUT/sweet_$ranker"
     python -m toy.credit rank "$OUT/candidates.jsonl" --ranker "$ranker" --seed "$SEED" \
-      --output "$OUT/sweet_halves_$ranker/ranked.jsonl"
-    learn "sweet_halves_$ranker" "$OUT/sweet_halves_$ranker/ranked.jsonl" --pairing halves
+      --output "$OUT/sweet_$ranker/ranked.jsonl"
+    learn "sweet_$ranker" "$OUT/sweet_$ranker/ranked.jsonl"
   done
 fi
+
+learn sweet_positive_vs_negative "$OUT/critic/ranked.jsonl" --pairing positive_vs_negative
+critic "$BASE" "$OUT/sweet_lora/critic" --episodes "$OUT/episodes.jsonl" --lora_rank 16 --lr 1e-4
+rank "$OUT/candidates.jsonl" "$OUT/sweet_lora/critic"
+learn sweet_lora "$OUT/sweet_lora/critic/ranked.jsonl" --lora_rank 16 --lr 3e-3
 
 best_of() { # NAME N CRITIC; the best of one is the base itself
   python variants/best_of_n.py "${TEST_TASKS[@]}" --agent "$BASE" --n "$2" --critic "$3" \

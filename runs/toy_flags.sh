@@ -1,5 +1,6 @@
 # Flags and commands of the embedded world's recipes, which source this file. docs/measured.md says
-# how the flags were chosen.
+# how the flags were chosen. What fits `make toy` into minutes is cheaper than what the evidence was
+# made with: runs/toy_seeds.sh has more tasks and states.
 export OMP_NUM_THREADS=1
 # malloc keeps freed memory: new pages from the kernel take time
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
@@ -12,17 +13,18 @@ if [ "$DOMAIN" = backend ]; then
   TASKS=${TASKS:-700}
   SAMPLES=6
   TEST=${TEST:-500}
-  TURNS=(--max_turns 9) # toy/world.py says why
-  TOKENS=64             # of one agent message
-  STATES=6  # of a task, that give candidates
+  TURNS=(--max_turns 9)   # toy/world.py says why
+  TOKENS=64               # of one agent message
+  STATES=${STATES:-8}     # of a task, that give candidates
   # a task with mixed outcomes has six pairs: four tasks a step, and eight
   PAIRS=(--pairs success_vs_failure --shuffle groups)
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 12 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 1e-4)
-  POLICY=(--pairing positive_vs_negative --lr 1e-3 --epochs 4)
+  POLICY=(--batch_size "${POLICY_PAIRS:-64}" --lr 1e-3 --epochs 2) # four pairs a state
   MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 12 --lr 1e-3 --epochs 6)
   MTDPO+=(--beta 0.3 --nll 10)
+  RFT=(--lr 2e-3 --epochs "${RFT_EPOCHS:-12}")
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend
@@ -36,18 +38,18 @@ else
   CRITIC=("${PAIRS[@]}" --lr 2e-4 --epochs 2)
   CRITIC_LOSS=(--beta 3 --nll 0.5)
   VALUE_HEAD=(--lr 1e-3)
-  POLICY=(--lr 3e-4 --epochs 2)
+  POLICY=(--batch_size 128 --lr 3e-4 --epochs 2)
   MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
+  RFT=(--lr 1e-3 --epochs 6)
 fi
-# four pairs of each of 32 states a step
-POLICY+=(--shuffle groups --batch_size 128 --micro_batch_size 64 --beta 0.3 --nll 3)
-RFT=(--successes --batch_size 32 --micro_batch_size 16 --lr 1e-3 --epochs 6)
+POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
+RFT+=(--successes --batch_size 32 --micro_batch_size 16)
 BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
 
 collect() { # MODEL SEED EPISODES
   "${BOTH[@]}" collect.py --tasks "toy:$DOMAIN:train${WORLD:+:$WORLD}" --num_tasks "$TASKS" \
-    --samples_per_task "$SAMPLES" "${TURNS[@]}" --agent "$1" --max_new_tokens "$TOKENS" --batch_size 128 \
-    --seed "$2" --output "$3"
+    --samples_per_task "$SAMPLES" "${TURNS[@]}" --agent "$1" --max_new_tokens "$TOKENS" \
+    --batch_size 128 --seed "$2" --output "$3"
 }
 candidates() { # MODEL EPISODES CANDIDATES
   python collect.py --states "$2" --states_fraction 1 --states_per_task "$STATES" --agent "$1" \
@@ -57,8 +59,8 @@ critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
   python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" \
     "${CRITIC_LOSS[@]}" --packed "${@:3}"
 }
-rank() { # CANDIDATES CRITIC: writes CRITIC/ranked.jsonl
-  "${BOTH[@]}" train_critic.py --candidates "$1" --output "$2" --packed
+rank() { # CANDIDATES CRITIC FLAGS...: writes CRITIC/ranked.jsonl
+  "${BOTH[@]}" train_critic.py --candidates "$1" --output "$2" --packed "${@:3}"
   true_credit "$2"
 }
 true_credit() { # CRITIC: how true its ranks are, in its metrics.jsonl, too; pages have no credit
@@ -77,8 +79,8 @@ rft() { # EPISODES OUTPUT
   python variants/sft.py --episodes "$1" --model "$BASE" --output "$2" --seed "$SEED" \
     "${RFT[@]}" --packed
 }
-TEST_TASKS=(--tasks "toy:$DOMAIN:${SPLIT:-test}${WORLD:+:$WORLD}" --num_tasks "$TEST" --samples_per_task 1
-  "${TURNS[@]}" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED")
+TEST_TASKS=(--tasks "toy:$DOMAIN:${SPLIT:-test}${WORLD:+:$WORLD}" --num_tasks "$TEST"
+  --samples_per_task 1 "${TURNS[@]}" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED")
 play() { # NAME MODEL FLAGS...: writes OUT/test/NAME.jsonl
   python collect.py "${TEST_TASKS[@]}" --agent "$2" --output "$OUT/test/$1.jsonl" "${@:3}"
 }

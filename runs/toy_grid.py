@@ -1,8 +1,8 @@
-"""The table of the grid that runs/toy_grid.sh has run: when does training-time information pay?
+"""The table of the grid that runs/toy_grid.sh has run: when does SWEET-RL pay?
 
     python runs/toy_grid.py runs/out/grid
 
-Reads: the test episodes and the critics' metrics of ROOT/TOPICS-PRIOR-TASKS/SEED. Seeds of a cell
+Reads: the test episodes and the critics' metrics of ROOT/WORLD/TASKS/SEED. Seeds of a cell
 that have not been run are omitted.
 Prints: a table to paste.
 Writes: runs/out/toy_grid.json, for each cell and seed the success of every policy and the critics'
@@ -24,29 +24,30 @@ from colbench import read_episodes  # noqa: E402
 from evaluate import score  # noqa: E402
 from runs.toy_seeds import credit_aucs, table_parser  # noqa: E402
 
-POLICIES = ("base", "rft", "mtdpo", "sweet", "sweet_no_privileged")
-CELL = ("prior", "topics", "tasks")
+POLICIES = ("base", "rft", "sweet", "sweet_positive_vs_negative", "sweet_no_privileged")
+CELL = ("world", "tasks")
+CRITICS = {"sweet": "critic_ground_truth", "sweet_no_privileged": "critic_none"}
 LINES = {  # policy -> its name in table and picture, colour (of both colour schemes), dashes
     "sweet": ("SWEET-RL", "#0072b2", ""),
+    "sweet_positive_vs_negative": ("positive against negative", "#8f7ee7", "2 3"),
     "sweet_no_privileged": ("without information", "#d55e00", "7 3"),
-    "mtdpo": ("multi-turn DPO", "#8f7ee7", "2 3"),
     "rft": ("rejection fine-tuning", "#009e73", "9 3 2 3"),
     "base": ("base", "#8b939c", "1 4"),
 }
-HEADER = ("base's prior", "topics", "tasks", "seeds", *(LINES[name][0] for name in POLICIES),
+HEADER = ("world", "tasks", "seeds", *(LINES[name][0] for name in POLICIES),
           "gained by information (seed by seed)", "AUC with", "AUC without")
 
 
 def read_grid(root):
     """A row of the table's file for each cell and seed that is finished."""
     rows = []
-    for path in root.glob("*-*-*/*/test/sweet_no_privileged.jsonl"):
+    for path in root.glob("*/*/*/test/sweet_no_privileged.jsonl"):
         folder = path.parent.parent
         if (folder / "episodes.jsonl").exists():  # a finished cell has none
             continue
-        topics, prior, tasks = folder.parent.name.split("-")
-        rows.append({"prior": float(prior), "topics": int(topics), "tasks": int(tasks),
-                     "seed": int(folder.name)} | score_seed(folder))
+        world, tasks, seed = folder.relative_to(root).parts
+        rows.append({"world": world.replace("_", "/"), "tasks": int(tasks), "seed": int(seed)}
+                    | score_seed(folder))
     return rows
 
 
@@ -56,8 +57,8 @@ def score_seed(folder):
     results = score(episodes)
     success = {name: results["policies"][name]["success_by_seed"][0] for name in POLICIES}
     aucs = {}
-    for name in ("sweet", "sweet_no_privileged"):
-        metrics, = credit_aucs([folder / f"{name}.critic/metrics.jsonl"])
+    for name, critic in CRITICS.items():
+        metrics, = credit_aucs([folder / critic / "metrics.jsonl"])
         aucs[name] = metrics["credit_auc/all"]
     return {"success": success, "credit_auc": aucs}
 
@@ -103,26 +104,22 @@ LEFT, TOP, RIGHT, BOTTOM = 40, 36, 10, 24  # margins
 
 
 def draw(cells):
-    """The grid as SVG: a row of panels for each prior of the base, a column for each world."""
-    priors = sorted({cell["prior"] for cell in cells})
-    topics = sorted({cell["topics"] for cell in cells})
+    """The grid as SVG: a panel for each world."""
+    worlds = sorted({cell["world"] for cell in cells})
     counts = sorted({cell["tasks"] for cell in cells})
     highest = max(success for cell in cells for success in cell["success"].values())
     top = math.ceil(highest * 10) / 10
     panels = []
-    for row, prior in enumerate(priors):
-        for column, number in enumerate(topics):
-            panel = [cell for cell in cells
-                     if cell["prior"] == prior and cell["topics"] == number]
-            panels.append(f'<g transform="translate({column * WIDTH} {row * HEIGHT})">'
-                          f'{draw_panel(panel, f"{number} topics, prior {prior:g}", counts, top)}'
-                          "</g>")
-    width = max(len(topics) * WIDTH, 690)  # of the panels, or of the legend
-    height = len(priors) * HEIGHT + 50
+    for column, world in enumerate(worlds):
+        panel = [cell for cell in cells if cell["world"] == world]
+        panels.append(f'<g transform="translate({column * WIDTH} 0)">'
+                      f"{draw_panel(panel, world, counts, top)}</g>")
+    width = max(len(worlds) * WIDTH, 760)  # of the panels, or of the legend
+    height = HEIGHT + 50
     legend = "".join(
         f'<line x1="{x}" x2="{x + 26}" y1="{height - 22}" y2="{height - 22}" {stroke(name)}/>'
         f'<text x="{x + 32}" y="{height - 18}">{LINES[name][0]}</text>'
-        for name, x in zip(LINES, (10, 125, 300, 440, 615), strict=True))
+        for name, x in zip(LINES, (10, 125, 330, 500, 690), strict=True))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img">\n'
             "<title>Success on test tasks against the number of training tasks</title>\n"
@@ -182,8 +179,7 @@ def table_line(cell):
     gained = f"{100 * mean(cell['gains']):+.1f} ({', '.join(gains)})" if gains[1:] else gains[0]
     success = [f"{100 * share:.1f}" for share in cell["success"].values()]
     aucs = [f"{auc:.3f}" for auc in cell["credit_auc"].values()]
-    return [f"{cell['prior']:g}", f"{cell['topics']}", f"{cell['tasks']:,}", f"{len(gains)}",
-            *success, gained, *aucs]
+    return [cell["world"], f"{cell['tasks']:,}", f"{len(gains)}", *success, gained, *aucs]
 
 
 def parse_args(argv=None):

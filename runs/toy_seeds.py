@@ -21,22 +21,23 @@ from runtime.files import read_jsonl  # noqa: E402
 
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",
-    "sweet_no_privileged", "sweet_no_normalise", "sweet_value_head", "sweet_round2",
-    "sweet_halves", "sweet_halves_no_privileged", "sweet_halves_credit", "sweet_halves_random",
-    "sweet_lora", "best_of_2", "best_of_4", "best_of_8", "best_of_16",
+    "sweet_no_privileged", "sweet_no_normalise", "sweet_trajectory", "sweet_value_head",
+    "sweet_untrained", "sweet_credit", "sweet_random", "sweet_positive_vs_negative", "sweet_lora",
+    "sweet_round2", "best_of_2", "best_of_4", "best_of_8", "best_of_16",
     "best_of_8_no_privileged", "best_of_16_no_privileged",
 ]
 PAIRS = [  # besides sweet - every other policy
     ("rft", "base"),
     ("mtdpo", "base"),
     ("base", "single_turn"),
-    ("sweet_halves", "sweet_halves_no_privileged"),
 ]
 CRITICS = {  # key of the table -> directory in that of a seed
     "credit_auc": "critic",
     "credit_auc_no_privileged": "sweet_no_privileged/critic",
     "credit_auc_no_normalise": "sweet_no_normalise/critic",
+    "credit_auc_trajectory": "sweet_trajectory/critic",
     "credit_auc_value_head": "sweet_value_head/critic",
+    "credit_auc_untrained": "sweet_untrained/critic",
     "credit_auc_lora": "sweet_lora/critic",
     "credit_auc_round2": "iterate/round2/critic",
 }

@@ -8,7 +8,8 @@ export DOMAIN=${DOMAIN:-backend}
 N=${1:-5}
 SUFFIX=
 if [ "$DOMAIN" = backend ]; then
-  export TASKS=${TASKS:-800} # make toy has fewer, to take less time
+  # make toy has less of all, to take less time
+  export TASKS=${TASKS:-800} STATES=12 POLICY_PAIRS=128 RFT_EPOCHS=24
 else
   SUFFIX=_frontend
 fi

@@ -393,7 +393,7 @@ def full_logprobs(model, row, spans):
 def turn_spans(row):
     """(start, stop) of each agent turn."""
     spans = []
-    for turn in range(1 + max(row.turn_index)):
+    for turn in range(row.turns):
         own = [column for column, index in enumerate(row.turn_index) if index == turn]
         spans.append((own[0], own[-1] + 1))
     return spans

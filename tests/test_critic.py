@@ -43,7 +43,7 @@ def parsed(*more):
 def slow_turn_logprobs(model, row):
     """Per turn, the list of log pi(a_l | o, a_<l) of its tokens, one softmax at a time."""
     logits = model(torch.tensor([row.ids])).logits[0].double()
-    turns = [[] for _ in range(1 + max(row.turn_index))]
+    turns = [[] for _ in range(row.turns)]
     for index in range(1, len(row.ids)):
         turn = row.turn_index[index]
         if turn >= 0:
@@ -116,7 +116,7 @@ def test_the_nll_term_is_the_mean_over_the_agent_tokens_of_the_chosen_dialogue()
     tokenizer = byte_tokenizer()
     rows = rows_of(tokenizer, *DIALOGUES)
     for row in rows:
-        row.reference = torch.zeros(1 + max(row.turn_index))
+        row.reference = torch.zeros(row.turns)
     model, found = objective_of(*rows, nll=2.0)
     slow = sum(slow_turn_logprobs(model, rows[0]), [])
     assert found["nll"].item() == pytest.approx(-sum(slow) / len(slow), abs=1e-4)
@@ -393,8 +393,8 @@ def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change):
 
 
 @pytest.mark.parametrize("rewards, advice", [
-    ([1.0], "every task has one episode alone"),
-    ([0.5, 0.2], "--pairs all"), ([0.0, 0.0], "never succeeds"),
+    ([1.0], "Every task has one episode alone"),
+    ([0.5, 0.2], "--pairs all"), ([0.0, 0.0], "never succeeds learns from demonstrations"),
 ])
 def test_no_pair_is_a_sentence_with_what_helps(tiny, tmp_path, rewards, advice):
     path = tmp_path / "episodes.jsonl"
@@ -481,8 +481,7 @@ def test_a_state_that_is_too_long_has_no_advantages(trained):
     critic = Critic(str(trained[0] / "critic"), "cpu")
     task = episode("t", 1.0)["task"]
     assert critic.advantages(task, dialogue("t" * 600), ["a"], [True]) is None
-    assert critic.advantages_of_dialogue(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) == [
-        None, None]
+    assert critic.dialogue(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) is None
 
 
 def test_candidates_scored_together_score_as_each_alone_and_see_nothing_of_each_other(trained):
@@ -517,7 +516,7 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
     for _, turn, messages in states_of([whole]):
         text = whole["dialogue_history"][2 * turn + 1]["content"]
         single += critic.advantages(whole["task"], messages, [text], [True])
-    together = critic.advantages_of_dialogue(whole)
+    together = critic.score([critic.dialogue(whole)])[0].tolist()
     assert together == pytest.approx(single, abs=1e-5) and len(single) == 3
 
 

@@ -178,7 +178,7 @@ def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
     for row, one in zip(pair, group, strict=True):
         assert (row.ids, row.turn_index) == (lambda again: (again.ids, again.turn_index))(
             dialogue_row(TOKENIZER, one, 8192))
-        row.reference = torch.arange(-1.0, -2.0 - max(row.turn_index), -1.0)
+        row.reference = -1.0 - torch.arange(row.turns)
         log_ratios.append(turn_logprobs(model, [row])[0].sum().item() - row.reference.sum().item())
     found = dpo_objective(model, [pair], 0.1, 0.0)
     expected = 0.1 * (log_ratios[0] - log_ratios[1])

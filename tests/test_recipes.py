@@ -62,14 +62,14 @@ def test_the_toy_recipe_trains_plays_and_compares_every_policy(tmp_path):
 
 
 def test_the_grid_resumes_a_cell_that_was_killed_in_its_last_play_and_no_finished_one(tmp_path):
-    for cell in ("16-0-200", "64-0-200"):
-        (tmp_path / f"grid/{cell}/0/test").mkdir(parents=True)
-        (tmp_path / f"grid/{cell}/0/test/sweet_no_privileged.jsonl").touch()
-    (tmp_path / "grid/16-0-200/0/episodes.jsonl").touch()
+    for world in ("64_16_5_2-3", "64_10_6_4-5"):
+        (tmp_path / f"grid/{world}/200/0/test").mkdir(parents=True)
+        (tmp_path / f"grid/{world}/200/0/test/sweet_no_privileged.jsonl").touch()
+    (tmp_path / "grid/64_16_5_2-3/200/0/episodes.jsonl").touch()
     commands = run_recipe("toy_grid.sh", tmp_path, ["1"], ROOT="grid")
     words = {word for command in commands for word in command}
-    assert any(word.startswith("grid/16-0-200/0/") for word in words)
-    assert not any(word.startswith("grid/64-0-200/0/") for word in words)
+    assert any(word.startswith("grid/64_16_5_2-3/200/0/") for word in words)
+    assert not any(word.startswith("grid/64_10_6_4-5/200/0/") for word in words)
 
 
 # -----------------------------------------------------------------------------

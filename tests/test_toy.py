@@ -388,7 +388,8 @@ def state(task, advantages_of=None, **more):
     prompt = agent_prompt_of(task, None)
     texts = [f"Tell me the {detail}." for detail in DETAILS] + [f"{ANSWER_MARKER} x"]
     texts += texts[:3]
-    row = {"task": task, "sample": 0, "turn": 0, "candidates": texts, "finished": [True] * len(texts),
+    row = {"task": task, "sample": 0, "turn": 0, "candidates": texts,
+           "finished": [True] * len(texts),
            "messages": agent_messages([user(task["problem_description"])], prompt),
            "agent_prompt": prompt, "error": None} | more
     if advantages_of:

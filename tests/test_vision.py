@@ -33,7 +33,6 @@ from speakers.local import pick_tokens, uniform_numbers
 from speakers.vision import VisionSpeaker, load_processor, picture_inputs
 from toy.frontend import page_of
 from toy.world import toy_tasks
-from train_critic import critic_messages
 from variants.sight import Sight, vision_value_class
 from variants.value_critic import ValueCritic
 
@@ -238,13 +237,14 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     sight = reopened.reader.sight
     task = page_task()
     episode = page_episode(task, ["one page", "another <|image_pad|>", "the last"], 0.5)
-    scores = reopened.advantages_of_dialogue(episode)
+    scores = reopened.score([reopened.dialogue(episode)])[0].tolist()
 
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
-    view = critic_messages(
-        task, agent_messages(plain, "Draw."),
-        picture=image_part(sight.draw(task["ground_truth"])))
+    system, request, *later = agent_messages(plain, "Draw.")
+    picture = image_part(sight.draw(task["ground_truth"]))
+    seen = [picture, {"type": "text", "text": request["content"]}]
+    view = [system, request | {"content": seen}, *later]
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
@@ -279,7 +279,8 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
     for _, turn, messages in states_of([episode]):
         text = episode["dialogue_history"][2 * turn + 1]["content"]
         single += reopened.advantages(episode["task"], messages, [text], [turn < 2])
-    assert reopened.advantages_of_dialogue(episode) == pytest.approx(single, abs=1e-4)
+    scores = reopened.score([reopened.dialogue(episode)])[0].tolist()
+    assert scores == pytest.approx(single, abs=1e-4)
 
 
 def test_without_privileged_information_no_picture_is_drawn_or_seen(

@@ -26,8 +26,7 @@ from runtime.flags import SMALLEST, flag_parser, machine_flags
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.training import Run
-from train_policy import (
-    dialogue_row, last_turn_start, learning_rate, plan_batches, turn_logprobs)
+from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprobs
 
 
 def supervised_objective(model, rows, mean_tokens):
@@ -41,7 +40,7 @@ def supervised_objective(model, rows, mean_tokens):
 
 
 def main(args):
-    if args.packed:  # equal rows once, logits in parts: fast/packed.py
+    if args.packed:  # the same numbers, with logits in parts
         global turn_logprobs
         from fast.packed import turn_logprobs
     run = Run(args, args.episodes, checkpoints=[args.model])
@@ -71,7 +70,7 @@ def main(args):
     for step in range(run.resume(model, optimizer), steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, len(batches), args.lr)
-        batch = sorted(batches[step], key=last_turn_start)
+        batch = sorted(batches[step], key=lambda row: row.last_turn_start)
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = supervised_objective(model, mine, mean_tokens)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -108,8 +107,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--seed", type=int, default=0, help="of data order")
     machine_flags(parser)
-    args = parser.parse_args(argv)
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

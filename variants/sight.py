@@ -47,10 +47,12 @@ class Sight:
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
         if self.privileged == "ground_truth" and DOMAINS[domain].pages:
             picture = self.draw(solution_page(solution))
-        task = {"domain": domain, "ground_truth": solution}
-        part = image_part(picture) if picture else None
-        seen = critic_messages(task, messages, self.privileged, part)
-        return picture_inputs(self.processor, [seen])
+        if picture:
+            request = {"type": "text", "text": messages[-1]["content"]}
+            messages[-1]["content"] = [image_part(picture), request]
+        else:
+            messages = critic_messages({"ground_truth": solution}, messages, self.privileged)
+        return picture_inputs(self.processor, [messages])
 
     def _draw(self, page):
         if self.browser is None:

@@ -43,8 +43,7 @@ from runtime.record import open_rows, read_flags
 from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
-    PAIRS, RANKING, Row, critic_messages, last_turn_start, learning_rate, pair_episodes,
-    plan_batches, split_tasks)
+    PAIRS, RANKING, Row, critic_messages, learning_rate, pair_episodes, plan_batches, split_tasks)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def turn_values(model, rows):
     values = logits[..., 0].float()  # (R, T)
     means = values.cumsum(1) / torch.arange(1, ids.shape[1] + 1, device=ids.device)
     ends = turn_index != F.pad(turn_index, (0, 1), value=-1)[:, 1:]  # (R, T)
-    turns = torch.arange(1 + max(max(row.turn_index) for row in rows), device=ids.device)
+    turns = torch.arange(max(row.turns for row in rows), device=ids.device)
     is_end = (turn_index[..., None] == turns) & ends[..., None]  # (R, T, S)
     return (means[..., None] * is_end).sum(1), is_end.sum(1).float()
 
@@ -161,16 +160,17 @@ def value_objective(model, pairs):
 
 
 def read_pairs(reader, groups, rule, margin):
-    """(pairs of rows, a list for each group of episodes; episodes that are too long)."""
-    pairs_of_groups, too_long = [], 0
+    """(pairs of rows, one list per task; the number of episodes that are too long)."""
+    pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
-        used = {episode["sample"]: episode for pair in pairs for episode in pair}
-        rows = {sample: reader.dialogue(episode) for sample, episode in used.items()}
-        too_long += list(rows.values()).count(None)
+        rows = {}  # sample -> the row of that episode
+        if pairs:
+            rows = {episode["sample"]: reader.dialogue(episode) for episode in group}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
-        pairs_of_groups.append([pair for pair in pairs if None not in pair])
-    return pairs_of_groups, too_long
+        pairs_of_tasks.append([pair for pair in pairs if None not in pair])
+        too_long += list(rows.values()).count(None)
+    return pairs_of_tasks, too_long
 
 
 def main(args):
@@ -216,7 +216,7 @@ def train(args):
     for step in range(run.resume(model, optimizer), steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, len(batches), args.lr)
-        batch = sorted(batches[step], key=lambda pair: max(map(last_turn_start, pair)))
+        batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = value_objective(model, mine)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -256,21 +256,17 @@ class ValueCritic:
         rows = self.reader.candidates(task, messages, distinct)
         if rows is None:
             return None
-        values = self._values(rows).sum(1).tolist()  # of the only turn
+        values = self.score(rows)[:, 0].tolist()  # a candidate is one turn
         of_candidate = dict(zip(distinct, values, strict=True))
         return [of_candidate[candidate] for candidate in candidates]
 
-    def advantages_of_dialogue(self, episode):
-        """One value an agent turn of an episode; None for turns that do not fit."""
-        turns = sum(message["role"] == "assistant" for message in episode["dialogue_history"])
-        row = self.reader.dialogue(episode)
-        if row is None:
-            return [None] * turns
-        values = self._values([row])[0].tolist()
-        return [None] * (turns - len(values)) + values
+    def dialogue(self, episode):
+        """The row of an episode; None if its last turn does not fit."""
+        return self.reader.dialogue(episode)
 
     @torch.no_grad()
-    def _values(self, rows):
+    def score(self, rows):
+        """The value of each turn of the rows, (R, S)."""
         values, _ = turn_values(self.model, rows)  # (R, S)
         if not values.isfinite().all():
             raise SystemExit(f"found values that are no finite numbers ({values[0].tolist()}),"
