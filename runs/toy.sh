@@ -24,11 +24,6 @@ step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with th
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 
-step "2. Critic; candidates for it to rank on the other core (progress in $OUT/candidates.log)"
-candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl" >"$OUT/candidates.log" 2>&1 &
-critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
-finished $! "$OUT/candidates.log"
-
 baselines() { # what the paper compares SWEET-RL with
   rft "$OUT/episodes.jsonl" "$OUT/rft"
   mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
@@ -37,14 +32,25 @@ baselines() { # what the paper compares SWEET-RL with
   play rft "$OUT/rft"
   play mtdpo "$OUT/mtdpo"
 }
-step "3. Ranks, and SWEET-RL's policy; the baselines on the other core ($OUT/baselines.log)"
-baselines >"$OUT/baselines.log" 2>&1 &
+step "2. Critic. On the other core: candidates for it to rank, then the baselines ($OUT/other.log)"
+{
+  candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl"
+  baselines
+} >"$OUT/other.log" 2>&1 &
+OTHER=$!
+critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
+while [ ! -e "$OUT/candidates.jsonl" ] && kill -0 "$OTHER" 2>/dev/null; do # the file comes whole
+  sleep 1
+done
+[ -e "$OUT/candidates.jsonl" ] || finished "$OTHER" "$OUT/other.log"
+
+step "3. Ranks, and SWEET-RL's policy"
 rank "$OUT/candidates.jsonl" "$OUT/critic"
 policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
 
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
-finished $! "$OUT/baselines.log"
+finished "$OTHER" "$OUT/other.log"
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
 POLICIES=()

@@ -10,12 +10,12 @@ SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
   BASE=${BASE:-toy/base}
-  TASKS=${TASKS:-700}
+  TASKS=${TASKS:-500}
   SAMPLES=6
   TEST=${TEST:-500}
   TURNS=(--max_turns 9)   # toy/world.py says why
   TOKENS=64               # of one agent message
-  STATES=${STATES:-8}     # of a task, that give candidates
+  STATES=${STATES:-6}     # of a task, that give candidates
   # a task with mixed outcomes has six pairs: four tasks a step, and eight
   PAIRS=(--pairs success_vs_failure --shuffle groups)
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 12 --lr 5e-5 --epochs 2)
@@ -60,7 +60,7 @@ critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
     "${CRITIC_LOSS[@]}" --packed "${@:3}"
 }
 rank() { # CANDIDATES CRITIC FLAGS...: writes CRITIC/ranked.jsonl
-  "${BOTH[@]}" train_critic.py --candidates "$1" --output "$2" --packed "${@:3}"
+  python train_critic.py --candidates "$1" --output "$2" --packed "${@:3}"
   true_credit "$2"
 }
 true_credit() { # CRITIC: how true its ranks are, in its metrics.jsonl, too; pages have no credit
