@@ -363,8 +363,8 @@ def parse_args(argv=None):
                         help="tokens of a dialogue; a longer one loses its oldest turns, and is"
                         " omitted if the last does not fit")
     parser.add_argument("--pairing", choices=PAIRINGS, default="halves",
-                        help="which candidates are paired: halves: one of the better half and one of"
-                        " the worse (paper); positive_vs_negative: one of positive and one of"
+                        help="which candidates are paired: halves: one of the better half and one"
+                        " of the worse (paper); positive_vs_negative: one of positive and one of"
                         " negative advantage")
     parser.add_argument("--pairs_per_state", type=int, default=4,
                         help="pairs drawn from a state's candidates")

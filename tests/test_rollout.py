@@ -543,21 +543,6 @@ def test_the_bar_moves_between_episodes_and_counts_in_the_singular(monkeypatch):
     assert progress.bar.postfix == "success 1.000, reward 1.000, 0 failed, 2 turns"
 
 
-def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
-    def ended(*last_messages):
-        rows = []
-        for index, text in enumerate(last_messages):
-            rows.append(episode(f"task{index}", 0.0, texts=("t", text)))
-            rows[-1]["dialogue_history"][1]["finished"] = index > 0
-        return rows
-
-    answer = f"{ANSWER_MARKER} x"
-    hint = collect.marker_hint(ended("what?", "why?", answer))
-    assert "2 of 3 dialogues ended without" in hint and "(1 were cut)" in hint
-    assert collect.marker_hint(ended("what?", answer)) == ""
-    assert collect.marker_hint([episode("t", None, error="gone")]) == ""
-
-
 # -----------------------------------------------------------------------------
 # A large run against a server that fails
 
