@@ -351,9 +351,11 @@ def what_helps(tasks, args):
         return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
                 " a `task` in common.")
     if any(pair_episodes(group, args.pairs, args.margin) for group in groups):
-        return "All pairs are held out or too long: lower --holdout, or raise --max_length."
+        return (f"All pairs are held out or too long: lower --holdout {args.holdout}, or raise"
+                f" --max_length {args.max_length}.")
     if any(pair_episodes(group, "all", args.margin) for group in groups):
-        return "No task has a success: take --pairs all, which needs only different rewards."
+        return ("No task has both a success and a failure: take --pairs all, which needs only"
+                " different rewards.")
     return ("The episodes of a task are all worth the same: lower --margin, or collect more. A"
             " model that never succeeds learns from demonstrations first (variants/sft.py).")
 

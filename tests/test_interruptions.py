@@ -29,7 +29,7 @@ from runtime.models import load_model
 
 MINUTE = 60
 GRACE = 2  # seconds between the signal and SIGKILL for the ranks that are left
-KILLS = [3, pytest.param(10, marks=pytest.mark.slow)]
+KILLS = [3, pytest.param(6, marks=pytest.mark.slow)]
 
 # -----------------------------------------------------------------------------
 # Runs

@@ -303,6 +303,7 @@ def test_a_row_of_candidates_holds_all_that_later_stages_need(monkeypatch, tmp_p
     assert rows[3] == {
         "task": thirty_states()[3]["task"], "sample": 0, "turn": 0,
         "messages": [{"role": "user", "content": "request 3"}], "agent_prompt": "",
+        "max_turns": None,
         "candidates": ["request 3" + "+" * index for index in range(4)], "finished": [True] * 4,
         "error": None}
     states, omitted = read_candidates(tmp_path / "out/candidates.jsonl")

@@ -1,0 +1,55 @@
+"""The benchmark and the GPU check run, and their two sides agree. No figure is judged here.
+
+Run: pytest tests/test_benchmark.py
+"""
+
+import re
+
+import pytest
+from benchmark import SECTIONS
+from conftest import run_script
+
+PREFIXES = {  # section of the benchmark -> how the keys of its lines begin
+    "judge": "judge_vs_",
+    "start": "import_colbench",
+    "policy": "policy_",
+    "scoring": "score",
+    "critic": "critic_vs_",
+    "packed": "rank16_vs_plain",
+    "sampling": "sample",
+    "rollout": "rollout_vs_",
+    "growth": "growth",
+    "episodes": "episodes_per_second",
+    "servers": "rollout_both_served",
+}
+AGREEMENTS = {  # section with two sides -> what is printed once they agree
+    "judge": "judge: the rewards of both peers",
+    "policy": "gradient, peer, 4 pairs and 4 packed pairs: relative difference",
+    "scoring": "advantages of 16 candidates: relative difference",
+    "critic": "gradient, a forward a turn and packed: relative difference",
+    "packed": "gradient, policy plain and policy packed: relative difference",
+    "sampling": "16 samples: the tokens of generate",
+    "rollout": "greedy dialogues with and without the kept cache are identical",
+}
+
+
+@pytest.mark.slow
+def test_every_section_of_the_benchmark_prints_its_lines_and_both_sides_agree():
+    # it stops with an error where the sides disagree
+    printed = run_script("tests/benchmark.py", "--quick", timeout=900).stdout
+    keys = re.findall(r"\[(\w+)\]", printed)
+    for section in SECTIONS:
+        prefix = PREFIXES[section]
+        assert any(key.startswith(prefix) for key in keys), (section, keys)
+    for section, agreement in AGREEMENTS.items():
+        assert agreement in printed, section
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_dry_and_claims_no_gpu_figure():
+    printed = run_script("tests/gpu_check.py", "--dry", timeout=600).stdout
+    assert "no figure here is a GPU's" in printed
+    for part in ("4 a forward, packed", "parity with the CPU", "resumed critic", "packed policy",
+                 "checkpoint of the run lora"):
+        assert part in printed
+    assert not re.search(r"\d%", printed)
