@@ -22,6 +22,7 @@ PREFIXES = {  # section of the benchmark -> how the keys of its lines begin
     "episodes": "episodes_per_second",
     "servers": "rollout_both_served",
 }
+ALONE = {"OMP_NUM_THREADS": "1"}  # in a process of its own, where nothing has loaded torch yet
 AGREEMENTS = {  # section with two sides -> what is printed once they agree
     "judge": "judge: the rewards of both peers",
     "policy": "gradient, peer, 4 pairs and 4 packed pairs: relative difference",
@@ -36,7 +37,7 @@ AGREEMENTS = {  # section with two sides -> what is printed once they agree
 @pytest.mark.slow
 def test_every_section_of_the_benchmark_prints_its_lines_and_both_sides_agree():
     # it stops with an error where the sides disagree
-    printed = run_script("tests/benchmark.py", "--quick", timeout=900).stdout
+    printed = run_script("tests/benchmark.py", "--quick", env=ALONE, timeout=900).stdout
     keys = re.findall(r"\[(\w+)\]", printed)
     for section in SECTIONS:
         prefix = PREFIXES[section]
@@ -47,7 +48,7 @@ def test_every_section_of_the_benchmark_prints_its_lines_and_both_sides_agree():
 
 @pytest.mark.slow
 def test_the_gpu_check_runs_dry_and_claims_no_gpu_figure():
-    printed = run_script("tests/gpu_check.py", "--dry", timeout=600).stdout
+    printed = run_script("tests/gpu_check.py", "--dry", env=ALONE, timeout=600).stdout
     assert "no figure here is a GPU's" in printed
     for part in ("4 a forward, packed", "parity with the CPU", "resumed critic", "packed policy",
                  "checkpoint of the run lora"):
