@@ -28,7 +28,7 @@ from toy.credit import has_toy_credit, toy_credit
 PAGE = Path(__file__).with_name("page.html")
 EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
 EMPTY_EPISODES = '<script type="text/plain" id="packed"></script>'
-DIALOGUES_AT_ONCE = 8  # of one forward of the critic
+TOKENS_AT_ONCE = 2048  # of the dialogues in one forward of the critic
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
 # -----------------------------------------------------------------------------
@@ -149,20 +149,22 @@ def annotate(policies, critic=None):
 
 def add_advantages(critic, episodes):
     """Set the `advantages` of all agent turns, None for turns that are too long for the critic."""
-    rows = [(episode, critic.dialogue(episode)) for episode in episodes]
-    readable = [(episode, row) for episode, row in rows if row]
-    readable.sort(key=lambda pair: len(pair[1].ids))  # dialogues of one forward are equally long
-    found = {}
-    bar = tqdm(total=len(readable), unit="episode", desc="advantages", **join_processes().bar)
-    for start in range(0, len(readable), DIALOGUES_AT_ONCE):
-        part = readable[start:start + DIALOGUES_AT_ONCE]
-        values = critic.score([row for _, row in part]).tolist()
-        for (episode, row), of_turns in zip(part, values, strict=True):
-            found[id(episode)] = of_turns[:row.turns]
-        bar.update(len(part))
+    rows = []
     for episode in episodes:
-        values = found.get(id(episode), [])
-        episode["advantages"] = [None] * (episode["turns"] - len(values)) + values
+        episode["advantages"] = [None] * episode["turns"]
+        row = critic.dialogue(episode)
+        if row:
+            rows.append((row, episode))
+    rows.sort(key=lambda pair: len(pair[0].ids), reverse=True)  # those of one forward are alike
+    bar = tqdm(total=len(rows), unit="episode", desc="advantages", **join_processes().bar)
+    while rows:
+        longest, _ = rows[0]
+        size = max(1, TOKENS_AT_ONCE // len(longest.ids))
+        part, rows = rows[:size], rows[size:]
+        values = critic.score([row for row, _ in part]).tolist()
+        for (row, episode), of_turns in zip(part, values, strict=True):
+            episode["advantages"][-row.turns:] = of_turns[:row.turns]
+        bar.update(len(part))
 
 
 def true_credits(episode):
