@@ -4,15 +4,10 @@
 # round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export DOMAIN=${DOMAIN:-backend}
+export DOMAIN=${DOMAIN:-backend} FULL=1
 N=${1:-5}
 SUFFIX=
-if [ "$DOMAIN" = backend ]; then
-  # make toy has less of all, to take less time
-  export TASKS=${TASKS:-800} STATES=12 POLICY_PAIRS=128 RFT_EPOCHS=24
-else
-  SUFFIX=_frontend
-fi
+[ "$DOMAIN" = backend ] || SUFFIX=_frontend
 ROOT=${ROOT:-runs/out/seeds$SUFFIX}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
