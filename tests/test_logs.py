@@ -4,6 +4,7 @@ Run: pytest tests/test_logs.py
 """
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -11,7 +12,7 @@ import sys
 
 import pytest
 from commands import record
-from conftest import ROOT, run_script
+from conftest import ROOT, dialogue, run_module, run_script
 
 from colbench import read_episodes
 
@@ -67,14 +68,41 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(t
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
     assert pairs[0]["chosen"][0]["role"] == pairs[0]["rejected"][0]["role"] == "assistant"
+    run_python(python_of_page("train_critic", f"""
+task = {read_episodes(tmp_path / "episodes.jsonl")[0]["task"]!r}
+messages = [{{"role": "user", "content": "x"}}]
+values = reward(task, messages, ["Which number?", "no"])
+assert len(values) == 2 and values[0] != values[1]
+"""), tmp_path)
 
-    code = re.search(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
-    task = read_episodes(tmp_path / "episodes.jsonl")[0]["task"]
-    code += (f"\nprint(len(reward({task!r}, [{{'role': 'user', 'content': 'x'}}],"
-             " ['Which number?', 'no'])))\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
-    assert done.stdout.strip() == "2", done.stderr[-2000:]
+
+def python_of_page(word, more=""):
+    """The Python of docs/interchange.md that has this word in it, and more lines after it."""
+    page = (ROOT / "docs/interchange.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return next(block for block in blocks if word in block) + more
+
+
+def run_python(code, folder):
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_trl_takes_the_exported_pairs(tmp_path):
+    """Two steps of its DPOTrainer on toy/base, as docs/interchange.md has them."""
+    pytest.importorskip("trl", reason="trl is not installed; pip install trl==1.16.0")
+    texts = ["what about units ?", "i see .", "what is the order ?"]
+    task = {"domain": "logged", "problem_description": "hi", "ground_truth": ""}
+    ranked = write_lines(tmp_path / "ranked.jsonl", [
+        {"task": task, "sample": 0, "turn": turn, "messages": dialogue("hi"), "agent_prompt": "",
+         "candidates": texts, "finished": [True, True, False], "advantages": [0.3, -0.1, 0.0],
+         "ranker": "critic"} for turn in range(8)])
+    run_module("report", "pairs", ranked, "--output", tmp_path / "pairs.jsonl")
+    code = python_of_page("from trl", "assert trainer.state.global_step == 2")
+    code = code.replace("toy/base", str(ROOT / "toy/base"))
+    code = code.replace("num_train_epochs=1", "max_steps=2, use_cpu=True, bf16=False")
+    run_python(code, tmp_path)
 
 
 def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_path):
