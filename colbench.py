@@ -6,7 +6,7 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
 
   1. A task is one JSON line: what the human says first, what the human has in mind, hidden tests.
   2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`.
-     (What the critic sees stands in train_critic.py.)
+     (What the critic sees is defined in train_critic.py.)
   3. A judge gives the answer its reward. Model-written code and pages run in closed child
      processes alone: judge/.
   4. DOMAINS holds all that differs between functions and pages. A third domain is one more entry.
@@ -26,7 +26,6 @@ what a task is, DOMAINS. `import colbench` needs the standard library alone.
 import argparse
 import base64
 import difflib
-import functools
 import hashlib
 import math
 import re
@@ -36,7 +35,10 @@ from pathlib import Path
 from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge, check_solutions
-from runtime.files import ResumableJsonl, check_keys, expect, read_jsonl, without_nulls
+from runtime.checks import (
+    NUMBER, check_history, check_keys, check_lists, expect, without_nulls)
+from runtime.files import ResumableJsonl, read_jsonl
+from runtime.templates import UnnestedTemplate, end_of_turn, render
 from runtime.text import harmless
 
 # -----------------------------------------------------------------------------
@@ -93,12 +95,11 @@ def reasons_of(grade, last_message):
 
 def lacks_answer(episode):
     """Whether the dialogue ends without an answer, so that a question was graded in its place."""
-    if DOMAINS[episode["task"]["domain"]].open_judge is None:
+    if DOMAINS[episode["task"]["domain"]].logged:
         return False  # a log has no answers
-    # only tests give such reasons; the official episodes have none
-    if episode["reasons"] and "test_cases" in episode["task"]:
+    if episode["reasons"] and "test_cases" in episode["task"]:  # tests were run, see `reasons_of`
         return "no answer" in episode["reasons"].values()
-    last = episode["dialogue_history"][1::2][-1]  # of the agent
+    last = episode["dialogue_history"][1::2][-1]  # of the agent; without reasons its marker decides
     text = last.get("output") or last["content"]
     _, _, answer = text.partition(ANSWER_MARKER)
     return not answer.strip() and not episode["success"]
@@ -240,8 +241,8 @@ def first_request(messages):
     return next(index for index, message in enumerate(messages) if message["role"] == "user")
 
 
-def human_messages(task, history, prompt):
-    """What the human sees: the hidden information, and the dialogue with the roles swapped.
+def human_messages(task, history, prompt, judge=None):
+    """What the human of a function sees: what it has in mind, and the dialogue with roles swapped.
 
     A prompt with the placeholder {dialogue_history}, as the official ones have, becomes one user
     message instead.
@@ -255,11 +256,6 @@ def human_messages(task, history, prompt):
     return [{"role": "system", "content": text}] + [
         {"role": swapped[message["role"]], "content": message["content"]}
         for message in history[1:]]
-
-
-def human_view(task, history, prompt, judge):
-    """What the human of a function reads."""
-    return human_messages(task, history, prompt)
 
 
 def human_page_view(task, history, prompt, judge):
@@ -324,9 +320,9 @@ class Domain(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
     # JudgeSettings -> a judge: grade(task, answer) gives a judge.sandbox.Grade and may be called
-    # from many threads; a context manager. None: the domain has logged episodes alone
+    # from many threads; a context manager. None: nobody can judge, see `logged`
     open_judge: typing.Callable | None
-    human_view: typing.Callable = human_view  # what the human reads
+    human_view: typing.Callable = human_messages  # what the human reads
     graded_text: typing.Callable = lambda answer, history: answer  # at the end of a dialogue
     one_turn_prompt: str | None = None  # for agents that send one message only, if it is another
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
@@ -339,6 +335,11 @@ class Domain(typing.NamedTuple):
     pages: bool = False  # answers are web pages: drawn for human, critic and report
     flags: tuple = ()  # fields of JudgeSettings that this domain uses; others are refused
     check: typing.Callable | None = None  # (tasks, judge, require_protection): see judge/check.py
+
+    @property
+    def logged(self):
+        """Whether its dialogues come from logs alone, with any number as their reward."""
+        return self.open_judge is None
 
 
 class BackendJudge(Judge):
@@ -417,7 +418,6 @@ def succeeded(episode):
 # -----------------------------------------------------------------------------
 # Files: each kind has one reader, which checks every row against one table
 
-NUMBER = (int, float)
 TASK_KEYS = {"problem_description": str, "ground_truth": str}
 EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 # these may be missing or null
@@ -426,7 +426,6 @@ EPISODE_OPTIONS = {
     "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str, "agent_tokens": int,
     "max_turns": int, "seed": int, "error": str, "advantages": list, "credits": list,
 }
-MESSAGE_OPTIONS = {"output": str, "finished": bool}
 STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
 CANDIDATE_KEYS = {"candidates": list, "finished": list}
 RANKED_KEYS = CANDIDATE_KEYS | {"advantages": list, "ranker": str}
@@ -483,15 +482,16 @@ def complete_episode(row, where="episode"):
     check_keys(row, EPISODE_KEYS, EPISODE_OPTIONS, where)
     task, history = complete_task(row["task"], f"{where}, task"), row["dialogue_history"]
     domain, error = DOMAINS[task["domain"]], row.get("error") or None
-    check_history(history, where, in_turn=domain.open_judge is not None)
+    check_history(history, where, in_turn=not domain.logged)
     turns = sum(message["role"] == "assistant" for message in history)
     if not error and not turns:
         raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an agent"
                          " turn, expected at least one")
     reward = None if error else expect(row, "reward", NUMBER, where)
-    high = math.inf if domain.open_judge is None else 1.000001
-    if not error and not (0 <= reward <= high or (high == math.inf and math.isfinite(reward))):
+    if not error and not domain.logged and not 0 <= reward <= 1.000001:
         raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1")
+    if not error and not math.isfinite(reward):
+        raise SystemExit(f"{where}: found reward {reward}, expected a finite number")
     success = reward == 1 if domain.has_success and not error else None
     if row.get("success") not in (None, success):
         raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
@@ -507,22 +507,6 @@ def complete_episode(row, where="episode"):
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
                          " expected an index from 0 up and a share between 0 and 1")
     return episode
-
-
-def check_history(history, where, in_turn=True):
-    """User and assistant speak in turn, the user first; in a log, the user speaks first."""
-    roles = ("user", "assistant")
-    for index, message in enumerate(history):
-        role = message.get("role") if isinstance(message, dict) else None
-        if in_turn and role != roles[index % 2]:
-            raise SystemExit(f"{where}: found dialogue_history[{index}] that is no message of role"
-                             f" '{roles[index % 2]}', expected user and assistant in turn, the user"
-                             " first")
-        if not isinstance(role, str) or (index == 0 and role == "assistant"):
-            raise SystemExit(f"{where}: found dialogue_history[{index}] of role {role!r}, expected"
-                             " messages with roles, the user first")
-        check_keys(message, {"content": str}, MESSAGE_OPTIONS,
-                   f"{where}, dialogue_history[{index}]")
 
 
 def read_episodes(path, tasks=None):
@@ -606,42 +590,13 @@ def read_candidates(path, ranked=False):
     return states, omitted
 
 
-def check_lists(state, ranked, where):
-    """Refuse candidates whose lists differ in length, or hold other things than they should."""
-    names = ["candidates", "finished"]
-    sound = (all(isinstance(text, str) for text in state["candidates"])
-             and all(isinstance(flag, bool) for flag in state["finished"])
-             and is_prompt(state["messages"]))
-    if ranked:
-        names.append("advantages")
-        sound = sound and all(type(value) in NUMBER and math.isfinite(value)
-                              for value in state["advantages"])
-    lengths = {name: len(state[name]) for name in names}
-    if len(set(lengths.values())) > 1 or not state["candidates"]:
-        raise SystemExit(f"{where}: found lists of lengths {lengths}, expected as many finished"
-                         " flags and advantages as candidates, at least one")
-    if not sound:
-        raise SystemExit(f"{where}: found messages, candidates, finished flags or advantages of"
-                         " another type, expected a dialogue that ends before an agent turn, texts,"
-                         " booleans and finite numbers; make the file with collect.py --states")
-
-
-def is_prompt(messages):
-    """Whether these are messages after which the agent can speak."""
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            return False
-    roles = [message.get("role") for message in messages]
-    return "user" in roles and all(isinstance(role, str) for role in roles)
-
-
 def check_same_task(tasks, task, where):
     """Refuse another task of the same task_id, such as that of another world, or of an edited file.
 
     tasks: task_id -> what the task says, of those that have been seen; this one is added. In logs,
     a task_id is the key within which dialogues are compared, and its dialogues may differ.
     """
-    if DOMAINS[task["domain"]].open_judge is None:
+    if DOMAINS[task["domain"]].logged:
         return
     content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
     if tasks.setdefault(task["task_id"], content) != content:
@@ -751,64 +706,6 @@ def encode_prompt(tokenizer, messages):
         return encode_dialogue(tokenizer, messages)[0]
     except UnnestedTemplate:
         return tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
-
-
-class UnnestedTemplate(SystemExit):
-    """The chat template rewrites earlier turns, so a dialogue is not one sequence of tokens."""
-
-
-@functools.lru_cache(maxsize=8)
-def end_of_turn(tokenizer):
-    """(id, text) of the token that closes an agent turn: in the template, what follows its text."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise SystemExit(f"{tokenizer.name_or_path}: found a tokenizer without chat template,"
-                         " expected an instruct model")
-    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"},
-                {"role": "user", "content": "z"}]
-    opening = render(tokenizer, dialogue[:1])
-    whole = render(tokenizer, dialogue, add_generation_prompt=False)
-    if not whole.startswith(opening + "y"):
-        raise UnnestedTemplate(
-            f"{tokenizer.name_or_path}: the chat template does not nest (an agent turn does not"
-            " begin with the generation prompt), so turns cannot be told apart; expected a template"
-            " like Llama's")
-    closing = whole[len(opening) + 1:]
-    if not closing or closing.startswith("z"):
-        raise UnnestedTemplate(
-            f"{tokenizer.name_or_path}: the chat template closes no agent turn, so a model cannot"
-            " tell when to stop; expected a template like Llama's")
-    token = tokenizer.encode(closing, add_special_tokens=False)[0]
-    text = tokenizer.decode([token])
-    if token not in tokenizer.added_tokens_decoder:
-        raise UnnestedTemplate(
-            f"{tokenizer.name_or_path}: the chat template closes an agent turn with the ordinary"
-            f" text {text!r}, which a turn may hold itself; expected a token of its own, as"
-            " Llama's template has")
-    return token, text
-
-
-def render(tokenizer, messages, add_generation_prompt=True):
-    """The chat template's text. Without a system role, that message opens the first request."""
-    import jinja2
-
-    # Llama 3.2 and others print today's date unless they are given one: prompts would change daily
-    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt,
-               "date_string": "26 Jul 2024"}
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except jinja2.TemplateError as error:
-        if messages[0]["role"] != "system" or len(messages) < 2:
-            raise SystemExit(
-                f"the chat template of {tokenizer.name_or_path} refuses the dialogue ({error});"
-                " expected one that takes user and assistant turns; give a model with such a"
-                " template") from None
-        system, content = messages[0]["content"] + "\n\n", messages[1]["content"]
-        if isinstance(content, str):
-            content = system + content
-        else:
-            content = [{"type": "text", "text": system}, *content]
-        first = {"role": "user", "content": content}
-        return render(tokenizer, [first] + messages[2:], add_generation_prompt)
 
 
 # -----------------------------------------------------------------------------

@@ -30,7 +30,6 @@ the official ones). From the official code: the human sees the dialogue as a cha
 swapped; on pages, the agent sees its own thoughts before "OUTPUT:" again.
 """
 
-import math
 import os
 import random
 import sys
@@ -42,18 +41,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from colbench import (
-    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, group_by_task, leak_share,
-    load_episodes, one_domain, read_prompt, read_tasks, reasons_of, split_message, state_key,
-    states_of, without_thoughts)
+    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, group_by_task, lacks_answer,
+    leak_share, load_episodes, one_domain, read_prompt, read_tasks, reasons_of, split_message,
+    state_key, states_of, without_thoughts)
 from judge.sandbox import ANSWER_MARKER
-from runtime.flags import add_dtype_flag, flag_parser, refuse_flag
-from runtime.names import check_spec, is_scripted, is_server
+from runtime.flags import FlagParser, add_dtype_flag, refuse_flag
 from runtime.processes import join_processes, launch
 from runtime.progress import Outcome, Progress
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
 from runtime.text import counted
-from speakers import load_speaker
+from speakers import check_speakers, load_speaker, refuse_unused
 from speakers.interface import Request, SpeakerError, SpeakerSettings, stop_if_given_up
 from speakers.pool import elsewhere, run
 from toy.world import toy_tasks
@@ -100,7 +98,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             on_turn()
             if answer is not None:
                 break
-            view = human_view(task, history, human, judge, rules.human_prompt)
+            view = view_of_human(task, history, human, judge, rules.human_prompt)
             reply = without_thoughts(ask("human", human, view).text)  # they name the solution
             if reply is None:
                 raise SpeakerError("human: found thoughts that never end, expected a reply after"
@@ -127,7 +125,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     } | graded
 
 
-def human_view(task, history, human, judge, prompt):
+def view_of_human(task, history, human, judge, prompt):
     """What the human reads: a script the dialogue itself, a model what its domain shows it."""
     domain = DOMAINS[task["domain"]]
     if human.reads_history:
@@ -220,6 +218,8 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
         settings = JudgeSettings(
             args.judge, args.require_protection, max(1, (os.cpu_count() or 1) // process.world),
             args.clip or ("none" if is_toy else None), args.clip_crop, process.device)
+        if args.human == "scripted" and not is_toy and process.leads:
+            print("--human scripted only says that it does not know: a dry run of the stages")
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with domain.open_judge(settings) as judge:
             human = load_speaker(args.human, "human", SpeakerSettings(
@@ -236,7 +236,7 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
 
 def collect_states(args, process):
     """Sample what `args.output` lacks; returns all states, on the leader."""
-    check_spec(args.agent)
+    check_speakers(args)
     episodes, failed = load_episodes(args.states)
     if not episodes:
         raise SystemExit(f"{' '.join(args.states)}: found {failed} failed episodes and no other,"
@@ -248,9 +248,7 @@ def collect_states(args, process):
             if state_key(state) not in store.rows]
     if mine:
         agent = open_agent(args, process)
-        samples = args.batch_size
-        if not is_server(args.agent):
-            samples *= 8  # a local model sorts several batches by length
+        samples = args.batch_size * agent.batches_at_once
 
         def work(state, on_turn):
             return candidates(state, agent, args.num_candidates, args.seed)
@@ -289,35 +287,33 @@ def report(rows, args):
     what = counted(len(rows), "state" if args.states else "episode")
     print(f"{args.output}: {what}, {Outcome(rows)}")
     if not args.states and "toy" not in rows[0]["task"]:  # whose base has yet to learn to answer
-        print(marker_hint(rows), end="")
+        print(no_answer_hint(rows), end="")
     failures = [row["error"] for row in rows if row.get("error")]
     if failures:
-        print(f"First failure: {failures[0]}\nGive the same command again to retry.")
+        print(f"First failure: {failures[0]}\nRerun the command to retry.")
     if len(failures) == len(rows):
         raise SystemExit("everything failed; expected the agent and the human to answer: see the"
                          " reason above")
 
 
-def marker_hint(episodes):
-    """A line if most dialogues ended without the marker. Pages do without: the last one counts."""
-    last = [episode["dialogue_history"][-1] for episode in episodes
-            if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
-    unmarked = [message for message in last if ANSWER_MARKER not in message["content"]]
-    if len(unmarked) <= len(last) / 2:
+def no_answer_hint(episodes):
+    """A line if most dialogues ended without an answer. Of pages, the last one counts."""
+    played = [episode for episode in episodes
+              if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
+    silent = sum(map(lacks_answer, played))
+    if silent <= len(played) / 2:
         return ""
-    cut = sum(not message["finished"] for message in unmarked)
-    return (f"{len(unmarked)} of {len(last)} dialogues ended without '{ANSWER_MARKER}' ({cut} were"
-            " cut), so that their last message was graded as it is. `python colbench.py show`"
-            " prints some; name the marker in the agent's prompt, or raise --max_turns or"
-            " --max_new_tokens.\n")
+    return (f"{silent} of {len(played)} dialogues ended without an answer; `python colbench.py"
+            f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise --max_turns"
+            " or --max_new_tokens, or start from a model that was trained on demonstrations"
+            " (variants/sft.py).\n")
 
 
 def read_rules(args, tasks):
     """What the flags and the prompts say; what cannot be played is refused before a model loads."""
     domain = one_domain(tasks)
-    check_spec(args.agent)
-    check_spec(args.human or "scripted")
-    if domain.open_judge is None:
+    check_speakers(args)
+    if domain.logged:
         raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
                          " expected tasks to play; --states samples candidates in logged episodes")
     used_elsewhere = {name for other in DOMAINS.values() for name in other.flags}
@@ -358,91 +354,73 @@ def main(args):
 # -----------------------------------------------------------------------------
 # Command line
 
-BOUNDS = {  # flag -> (least, below)
-    "num_tasks": (1, math.inf), "samples_per_task": (1, math.inf), "max_turns": (1, math.inf),
-    "reply_chars": (1, math.inf), "max_new_tokens": (1, math.inf), "batch_size": (1, math.inf),
-    "human_max_new_tokens": (1, math.inf), "temperature": (0, math.inf), "seed": (0, math.inf),
-    "human_temperature": (0, math.inf), "states_fraction": (0.000001, 1.000001),
-    "states_per_task": (1, math.inf), "num_candidates": (1, math.inf),
-}
-PLAYING = (
-    "num_tasks", "samples_per_task", "agent_prompt", "human", "human_model", "human_prompt",
-    "human_temperature", "human_max_new_tokens", "max_turns", "reply_chars", "judge",
-    "require_protection", "clip", "clip_crop")
-SAMPLING = ("states_fraction", "states_per_task", "num_candidates")
-# flag -> what it does nothing without
-NEEDS = dict.fromkeys(PLAYING, "tasks") | dict.fromkeys(SAMPLING, "states")
-
 
 def collect_parser(description):
     """Variants add flags of their own."""
-    parser = flag_parser(description, BOUNDS, NEEDS)
+    parser = FlagParser(description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"
                       " toy:frontend:test, ...")
     what.add_argument("--states", nargs="+", default=[],
                       help="episodes whose agent turns to sample candidates for")
     parser.add_argument("--output", required=True, help="file of episodes, or of candidates")
-    parser.add_argument("--num_tasks", type=int,
+    parser.add_argument("--num_tasks", type=int, least=1, needs="tasks",
                         help="only the first NUM_TASKS tasks (default: all; of a toy world 1,000)")
-    parser.add_argument("--samples_per_task", type=int, default=3, help="episodes of each task")
-    parser.add_argument("--states_fraction", type=float, default=0.1,
-                        help="share of the tasks that give states")
-    parser.add_argument("--states_per_task", type=int,
+    parser.add_argument("--samples_per_task", type=int, least=1, needs="tasks", default=3,
+                        help="episodes of each task")
+    parser.add_argument("--states_fraction", type=float, above=0, most=1, needs="states",
+                        default=0.1, help="share of the tasks that give states")
+    parser.add_argument("--states_per_task", type=int, least=1, needs="states",
                         help="draw this many states of each of them (default: all)")
-    parser.add_argument("--num_candidates", type=int, default=16, help="messages for each state")
+    parser.add_argument("--num_candidates", type=int, least=1, needs="states", default=16,
+                        help="messages for each state")
     parser.add_argument("--agent", required=True,
                         help="model name or directory, http://host:port/v1, scripted, or"
                         " scripted:NAME, a function of toy/world.py: SCRIPTED")
     parser.add_argument("--agent_model", help="model name to ask an agent server for")
-    parser.add_argument("--agent_prompt",
+    parser.add_argument("--agent_prompt", needs="tasks",
                         help="file with its instructions (default: the checkpoint's own, or ours)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the agent")
-    parser.add_argument("--max_new_tokens", type=int, default=1024, help="of one agent message")
-    parser.add_argument("--human", help="as --agent; for pages, a vision-language model (default in"
-                        " a toy world: scripted)")
-    parser.add_argument("--human_model", help="model name to ask a human server for")
-    parser.add_argument("--human_prompt",
+    parser.add_argument("--temperature", type=float, least=0, default=1.0,
+                        help="sampling temperature of the agent")
+    parser.add_argument("--max_new_tokens", type=int, least=1, default=1024,
+                        help="token limit of one agent message")
+    parser.add_argument("--human", needs="tasks",
+                        help="as --agent; for pages, a vision-language model (default in a toy"
+                        " world: scripted)")
+    parser.add_argument("--human_model", needs="tasks", help="model name to ask a human server for")
+    parser.add_argument("--human_prompt", needs="tasks",
                         help="file with its instructions, with {hidden_information} and other text"
                         " fields of the task in braces (default: ours)")
-    parser.add_argument("--human_temperature", type=float, default=0.0, help="of the human")
-    parser.add_argument("--human_max_new_tokens", type=int, default=1024,
-                        help="of one human message, its thoughts included")
-    parser.add_argument("--max_turns", type=int, default=MAX_TURNS, help="agent messages")
-    parser.add_argument("--reply_chars", type=int,
+    parser.add_argument("--human_temperature", type=float, least=0, needs="tasks", default=0.0,
+                        help="sampling temperature of the human")
+    parser.add_argument("--human_max_new_tokens", type=int, least=1, needs="tasks", default=1024,
+                        help="token limit of one human message, its thoughts included")
+    parser.add_argument("--max_turns", type=int, least=1, needs="tasks", default=MAX_TURNS,
+                        help="agent messages in a dialogue")
+    parser.add_argument("--reply_chars", type=int, least=1, needs="tasks",
                         help="cut human replies here (default: 400 backend, 1000 frontend)")
-    parser.add_argument("--judge", choices=("fixed", "official"), default="fixed",
+    parser.add_argument("--judge", needs="tasks", choices=("fixed", "official"), default="fixed",
                         help="fixed: our grading; official: that of the official code, with its"
                         " quirks")
-    parser.add_argument("--require_protection", action="store_true",
+    parser.add_argument("--require_protection", needs="tasks", action="store_true",
                         help="refuse to run if the sandbox lacks a protection")
-    parser.add_argument("--clip", help="reward of pages: CLIP model, or none (default:"
-                        " clip-vit-base-patch32; in a toy world: none)")
-    parser.add_argument("--clip_crop", choices=("center", "pad"), default="center",
+    parser.add_argument("--clip", needs="tasks",
+                        help="reward of pages: CLIP model, or none (default: clip-vit-base-patch32;"
+                        " in a toy world: none)")
+    parser.add_argument("--clip_crop", needs="tasks", choices=("center", "pad"), default="center",
                         help="what CLIP sees of tall pages: the middle square (official code), or"
                         " all of it")
-    parser.add_argument("--batch_size", type=int, default=64,
+    parser.add_argument("--batch_size", type=int, least=1, default=64,
                         help="dialogues at a time in each process; of candidates, messages")
     add_dtype_flag(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of all sampling")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="seed of all sampling")
     return parser
 
 
 def parse_args(argv=None, parser=None):
     parser = parser or collect_parser(__doc__)
     args = parser.parse_args(argv)
-    no_effect = [  # (when, flags, reason)
-        (not is_server(args.agent), ["agent_model"],
-         f"because {args.agent} is not the address of a server"),
-        (not is_server(args.human or ""), ["human_model"],
-         "because --human is not the address of a server"),
-        (is_scripted(args.agent), ["temperature", "max_new_tokens"], "by a scripted agent"),
-        (is_scripted(args.human or "scripted"),
-         ["human_prompt", "human_temperature", "human_max_new_tokens"], "by a scripted human"),
-    ]
-    for applies, names, reason in no_effect:
-        if applies:
-            parser.refuse_ignored(args, names, reason)
+    refuse_unused(parser, args)
     return args
 
 

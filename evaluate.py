@@ -32,7 +32,7 @@ import numpy
 from colbench import DOMAINS, check_same_task, lacks_answer, one_domain, read_episodes
 from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
-from runtime.flags import flag_parser
+from runtime.flags import FlagParser
 from runtime.processes import launch
 from runtime.text import harmless
 
@@ -75,17 +75,15 @@ def task_means(run, task_ids, leak_threshold, in_tokens):
     for episode in run:
         for key, value in episode_numbers(episode, leak_threshold, in_tokens).items():
             samples[episode["task"]["task_id"]][key].append(value)
-    return {key: [mean_or_nan(task[key]) for task in samples.values()] for key in NUMBERS}
-
-
-def mean_or_nan(values):
-    return sum(values) / len(values) if values else math.nan
+    return {key: [sum(task[key]) / len(task[key]) if task[key] else math.nan
+                  for task in samples.values()] for key in NUMBERS}
 
 
 # -----------------------------------------------------------------------------
 # Intervals and comparisons
 
 SHARE = (0.0, 1.0)  # the least and the greatest possible value of a share
+Z = 1.959964  # standard deviations of a normal distribution on either side that hold 95 %
 
 
 def draw_counts(generator, count, draws):
@@ -122,18 +120,9 @@ def bounds(means, count, limits=None):
         return {"low": None, "high": None}
     low, high = numpy.percentile(means, (2.5, 97.5))
     if limits is not None and high - low < 1e-9:
-        _, others = wilson(0.0, count)
-        low, high = low + others * (limits[0] - low), high + others * (limits[1] - high)
+        unseen = Z**2 / (count + Z**2)
+        low, high = low + unseen * (limits[0] - low), high + unseen * (limits[1] - high)
     return {"low": float(low), "high": float(high)}
-
-
-def wilson(share, count):
-    """Wilson's 95 % interval (low, high) of a share of `count` independent outcomes."""
-    z = 1.959964
-    middle = share + z * z / (2 * count)
-    reach = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    scale = 1 + z * z / count
-    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
 
 
 def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
@@ -179,10 +168,7 @@ def win_points(gaps):
 def sign_test(wins, losses):
     """Two-sided exact p-value of a split this uneven if both sides were equally likely."""
     total = wins + losses
-    tail, ways = 0, 1  # ways: C(total, smaller)
-    for smaller in range(min(wins, losses) + 1):
-        tail += ways
-        ways = ways * (total - smaller) // (smaller + 1)
+    tail = sum(math.comb(total, smaller) for smaller in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
@@ -287,7 +273,7 @@ def by_seed(values):
 
 def limits_of(key, domain):
     """The limits of a number that is a share; None of a count, and of the rewards of a log."""
-    if key in ("turns", "tokens") or (key == "reward" and DOMAINS[domain].open_judge is None):
+    if key in ("turns", "tokens") or (key == "reward" and DOMAINS[domain].logged):
         return None
     return SHARE
 
@@ -496,22 +482,17 @@ def main(args):
                          " the agent and the human to answer: see the reason above")
 
 
-BOUNDS = {  # flag -> (least, below); fewer draws give no 95 % interval
-    "draws": (100, math.inf), "seed": (0, math.inf), "leak_threshold": (1e-9, 1 + 1e-9),
-}
-
-
 def parse_args(argv=None):
-    parser = flag_parser(__doc__, BOUNDS)
+    parser = FlagParser(__doc__)
     parser.add_argument("policies", nargs="+", metavar="NAME=EPISODES.jsonl",
                         help="the others are compared with the first policy; a NAME given again is"
                         " another seed of it")
     parser.add_argument("--output", required=True,
                         help="directory for results.json and results.md")
-    parser.add_argument("--leak_threshold", type=float, default=0.5,
+    parser.add_argument("--leak_threshold", type=float, above=0, most=1, default=0.5,
                         help="share of the solution that a human reply must repeat to be a leak")
-    parser.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    parser.add_argument("--draws", type=int, least=100, default=2000, help="bootstrap draws")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of the bootstrap")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
 r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, section 4.2).
 
   1. Dialogues of one task are paired by outcome: a better, a worse one.    pair_episodes
-  2. Critic and reference read both, with the solution in front, which the
-     policy never sees.                                                        critic_messages
+  2. Critic and reference read both, after the solution. (The policy never
+     sees the solution.)                                                       critic_messages
   3. The advantage of a turn is the mean log-ratio of its tokens, critic to
      reference: Eq. (3).                                                       advantage
   4. A Bradley-Terry loss on both dialogues' summed advantages trains the
@@ -15,8 +15,9 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
 
-Reads episodes and candidates (collect.py). Writes a checkpoint that from_pretrained opens, run.json
-and metrics.jsonl, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a line:
+Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
+metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a
+line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
@@ -25,7 +26,8 @@ and metrics.jsonl, and ranked candidates (`ranked.jsonl`) for train_policy.py, o
 To change the loss, edit `critic_loss`; the advantage, `advantage` and NORMALISERS; the pairs,
 `pair_episodes`; what the critic reads, `critic_messages`. Another kind of critic is another file
 that writes ranked candidates, such as variants/value_critic.py.
-What stands in both trainers is the same on purpose: each is read alone (tests/test_twins.py).
+Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
+keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary.
 
 Differences from the paper: none in the equations. From the official code: the mean is per turn, not
@@ -47,7 +49,7 @@ from tqdm import tqdm
 from colbench import (
     agent_view, encode_candidates, encode_within, first_request, group_by_task, load_episodes,
     read_candidates, state_key, succeeded)
-from runtime.flags import SMALLEST, flag_parser, machine_flags
+from runtime.flags import FlagParser, machine_flags
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, read_flags
@@ -227,14 +229,14 @@ def critic_objective(model, pairs, beta, nll, normalise):
 
 def set_reference(model, rows, run, size):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
-    numbers = sorted(range(len(rows)), key=lambda number: rows[number].last_turn_start)
-    found = {}
+    order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
+    found = {}  # index of a row -> its log-probs; ranks can exchange indices, but not rows
     with run.scoring(model):
-        for mine, _ in run.share(numbers, size):
-            logprobs, _ = turn_logprobs(model, [rows[number] for number in mine])
+        for mine, _ in run.share(order, size):
+            logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found |= zip(mine, logprobs.cpu(), strict=True)
-    for number, logprobs in run.gather(found).items():
-        rows[number].reference = logprobs[:rows[number].turns].clone()  # without the padding
+    for index, logprobs in run.gather(found).items():
+        rows[index].reference = logprobs[:rows[index].turns].clone()  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -278,7 +280,7 @@ def held_out_metrics(model, pairs, run, args):
 
 
 def main(args):
-    if args.packed:  # the same numbers, sooner: from here on, this file's name means the fast one
+    if args.packed:  # the same numbers, faster: from here on, this file's name means the fast one
         global turn_logprobs
         from fast.packed import turn_logprobs
     if args.episodes:
@@ -454,22 +456,16 @@ def rank(args):
 # -----------------------------------------------------------------------------
 # Command line
 
-BOUNDS = {  # flag -> (least, below)
-    "max_length": (1, math.inf), "margin": (0, math.inf), "holdout": (0, 1), "beta": (0, math.inf),
-    "nll": (0, math.inf), "lr": (0, math.inf), "epochs": (1, math.inf), "batch_size": (1, math.inf),
-    "max_norm": (SMALLEST, math.inf), "seed": (0, 2**63),
-}
-NEEDS = {"ranked": "candidates", "reference": "candidates"}  # flag -> the flag that it needs
 RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
 
 
 def parse_args(argv=None):
-    parser = flag_parser(__doc__, BOUNDS, NEEDS)
+    parser = FlagParser(__doc__)
     parser.add_argument("--episodes", nargs="+", default=[],
                         help="episode files to train on; omit them to rank with a trained critic")
     parser.add_argument("--model", help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
-    parser.add_argument("--max_length", type=int, default=8192,
+    parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="tokens of a dialogue; a longer one loses its oldest turns, and is"
                         " omitted if the last does not fit")
     parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
@@ -482,26 +478,29 @@ def parse_args(argv=None):
                         " every worse one, if it passed all tests (official code);"
                         " success_vs_failure: every success with every failure; all: every two of"
                         " different reward")
-    parser.add_argument("--margin", type=float, default=0.0,
+    parser.add_argument("--margin", type=float, least=0, default=0.0,
                         help="least difference of reward in a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or tasks, whose pairs stay side"
                         " by side")
-    parser.add_argument("--holdout", type=float, default=0.05,
+    parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
                         help="share of tasks that are held out of training, to report on")
     # the defaults are the paper's Table 5
-    parser.add_argument("--beta", type=float, default=0.1, help="beta of Eq. (2)")
-    parser.add_argument("--nll", type=float, default=0.01,
+    parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (2)")
+    parser.add_argument("--nll", type=float, least=0, default=0.01,
                         help="weight of the chosen dialogue's negative log-likelihood")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the pairs")
-    parser.add_argument("--batch_size", type=int, default=8,
+    parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, least=1, default=4, help="passes over the pairs")
+    parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
-    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
-    parser.add_argument("--seed", type=int, default=0, help="of data order and hold-out")
+    parser.add_argument("--max_norm", type=float, above=0, default=1.0,
+                        help="gradient clipping")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
-    parser.add_argument("--ranked", help="where to write them (default: OUTPUT/ranked.jsonl)")
+    parser.add_argument("--ranked", needs="candidates",
+                        help="where to write them (default: OUTPUT/ranked.jsonl)")
     parser.add_argument("--reference", choices=("privileged", "plain"), default="privileged",
+                        needs="candidates",
                         help="whether the ranking's reference sees the solution (paper) or not"
                         " (official code)")
     machine_flags(parser)

@@ -18,11 +18,12 @@ Reads ranked candidates, whoever ranked them, one state a line, or episodes:
      "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
      "ranker": "critic"}
 
-Writes a checkpoint that from_pretrained opens, run.json and metrics.jsonl.
+Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change the loss, edit `dpo_loss`; which candidates are paired, `make_pairs`; which episodes,
 `pair_episodes`. Supervised training is variants/sft.py.
-What stands in both trainers is the same on purpose: each is read alone (tests/test_twins.py).
+Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
+keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.
 
 Differences from the paper: none known. From the official code: NLL trains agent tokens only;
@@ -40,7 +41,7 @@ from torch.nn.utils.rnn import pad_sequence
 from colbench import (
     agent_view, custom_prompt, encode_candidates, encode_within, group_by_task, load_episodes,
     read_candidates, state_key, succeeded)
-from runtime.flags import SMALLEST, flag_parser, machine_flags
+from runtime.flags import FlagParser, machine_flags
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.seeds import derive_seed
@@ -227,14 +228,14 @@ def dpo_objective(model, pairs, beta, nll):
 
 def set_reference(model, rows, run, size):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
-    numbers = sorted(range(len(rows)), key=lambda number: rows[number].last_turn_start)
-    found = {}
+    order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
+    found = {}  # index of a row -> its log-probs; ranks can exchange indices, but not rows
     with run.scoring(model):
-        for mine, _ in run.share(numbers, size):
-            logprobs, _ = turn_logprobs(model, [rows[number] for number in mine])
+        for mine, _ in run.share(order, size):
+            logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found |= zip(mine, logprobs.cpu(), strict=True)
-    for number, logprobs in run.gather(found).items():
-        rows[number].reference = logprobs[:rows[number].turns].clone()  # without the padding
+    for index, logprobs in run.gather(found).items():
+        rows[index].reference = logprobs[:rows[index].turns].clone()  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def read_pairs(tokenizer, args, run):
 
 
 def main(args):
-    if args.packed:  # the same numbers, sooner: from here on, this file's name means the fast one
+    if args.packed:  # the same numbers, faster: from here on, this file's name means the fast one
         global turn_logprobs
         from fast.packed import turn_logprobs
     inputs = [args.candidates] if args.candidates else args.episodes
@@ -340,11 +341,6 @@ def main(args):
 # -----------------------------------------------------------------------------
 # Command line
 
-BOUNDS = {  # flag -> (least, below)
-    "max_length": (1, math.inf), "pairs_per_state": (1, math.inf), "margin": (0, math.inf),
-    "beta": (0, math.inf), "nll": (0, math.inf), "lr": (0, math.inf), "epochs": (1, math.inf),
-    "batch_size": (1, math.inf), "max_norm": (SMALLEST, math.inf), "seed": (0, 2**63),
-}
 IGNORED = {  # what the policy learns from -> flags that would do nothing
     "candidates": ("pairs", "margin"),
     "episodes": ("pairing", "pairs_per_state"),
@@ -352,41 +348,42 @@ IGNORED = {  # what the policy learns from -> flags that would do nothing
 
 
 def parse_args(argv=None):
-    parser = flag_parser(__doc__, BOUNDS)
+    parser = FlagParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--candidates", help="ranked candidates: SWEET-RL")
     source.add_argument("--episodes", nargs="+", help="episode files: multi-turn DPO")
     parser.add_argument("--model", required=True,
                         help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="checkpoint directory to write")
-    parser.add_argument("--max_length", type=int, default=8192,
+    parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="tokens of a dialogue; a longer one loses its oldest turns, and is"
                         " omitted if the last does not fit")
     parser.add_argument("--pairing", choices=PAIRINGS, default="halves",
                         help="which candidates are paired: halves: one of the better half and one"
                         " of the worse (paper); positive_vs_negative: one of positive and one of"
                         " negative advantage")
-    parser.add_argument("--pairs_per_state", type=int, default=4,
+    parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
                         help="pairs drawn from a state's candidates")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired, as in train_critic.py")
-    parser.add_argument("--margin", type=float, default=0.0,
+    parser.add_argument("--margin", type=float, least=0, default=0.0,
                         help="least difference of reward in a pair of episodes; for pages, give"
                         " 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or states (of --episodes:"
                         " tasks), whose pairs stay side by side")
     # the defaults are the paper's Table 5
-    parser.add_argument("--beta", type=float, default=0.1, help="beta of Eq. (4)")
-    parser.add_argument("--nll", type=float, default=0.01,
+    parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (4)")
+    parser.add_argument("--nll", type=float, least=0, default=0.01,
                         help="weight of the chosen side's negative log-likelihood")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    parser.add_argument("--epochs", type=int, default=1,
+    parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, least=1, default=1,
                         help="passes over the pairs (multi-turn DPO in the paper: 4)")
-    parser.add_argument("--batch_size", type=int, default=8,
+    parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
-    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
-    parser.add_argument("--seed", type=int, default=0, help="of data order and pairs")
+    parser.add_argument("--max_norm", type=float, above=0, default=1.0,
+                        help="gradient clipping")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order and pairs")
     machine_flags(parser)
     args = parser.parse_args(argv)
     source = "candidates" if args.candidates else "episodes"

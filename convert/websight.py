@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from judge.pages import official_addresses
-from runtime.files import expect, read_jsonl
+from runtime.checks import expect
+from runtime.files import read_jsonl
 
 TRAIN_ROWS = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones
 

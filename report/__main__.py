@@ -14,16 +14,15 @@ To change what is drawn, edit report/charts.py; what is told of a run, report/tr
 it looks, report/page.html; what the page holds, report/page.py.
 """
 
-import math
 import sys
 from pathlib import Path
 
-from evaluate import BOUNDS, all_tables, named_files, read_policies, score, verdict
+from evaluate import all_tables, named_files, read_policies, score, verdict
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
 from report.training import open_critic, read_training, training_sentences
 from runtime.files import write_atomically
-from runtime.flags import flag_parser
+from runtime.flags import FlagParser
 from runtime.processes import launch
 
 
@@ -50,7 +49,7 @@ def parse_args(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["pairs"]:
         return parse_pairs(argv[1:])
-    parser = flag_parser(__doc__, BOUNDS)
+    parser = FlagParser(__doc__)
     parser.prog = "python -m report"
     parser.add_argument("policies", nargs="*", metavar="NAME=EPISODES.jsonl",
                         help="as for evaluate.py; a NAME given again is another seed")
@@ -58,9 +57,10 @@ def parse_args(argv=None):
                         help="metrics.jsonl of checkpoints, for training curves")
     parser.add_argument("--critic", help="checkpoint of a critic, whose advantages shade the turns")
     parser.add_argument("--output", required=True, help="FILE.html to write")
-    parser.add_argument("--leak_threshold", type=float, default=0.5, help="see evaluate.py")
-    parser.add_argument("--draws", type=int, default=2000, help="bootstrap draws")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    parser.add_argument("--leak_threshold", type=float, above=0, most=1, default=0.5,
+                        help="see evaluate.py")
+    parser.add_argument("--draws", type=int, least=100, default=2000, help="bootstrap draws")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of the bootstrap")
     args = parser.parse_args(argv)
     args.command = "page"
     if not args.output.endswith(".html"):
@@ -75,17 +75,16 @@ def parse_args(argv=None):
 
 
 def parse_pairs(argv):
-    parser = flag_parser("Write ranked candidates as pairs that TRL's DPOTrainer takes.",
-                         {"pairs_per_state": (1, math.inf), "seed": (0, math.inf)})
+    parser = FlagParser("Write ranked candidates as pairs that TRL's DPOTrainer takes.")
     parser.prog = "python -m report pairs"
     parser.add_argument("candidates", metavar="RANKED.jsonl", help="ranked candidates")
     parser.add_argument("--output", required=True, help="FILE.jsonl to write")
     # the same flags give the same pairs as in train_policy.py
     parser.add_argument("--pairing", choices=("halves", "positive_vs_negative"), default="halves",
                         help="which candidates are paired, see train_policy.py")
-    parser.add_argument("--pairs_per_state", type=int, default=4,
+    parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
                         help="pairs drawn from a state's candidates")
-    parser.add_argument("--seed", type=int, default=0, help="of the pairs")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of the pairs")
     args = parser.parse_args(argv)
     args.command = "pairs"
     return args

@@ -38,7 +38,7 @@ def result_charts(results, episodes):
     sound = {name: [episode for episode in found if not episode["error"]]
              for name, found in episodes.items()}
     charts = metric_chart(results) + turn_kinds_chart(sound)
-    if DOMAINS[results["domain"]].open_judge is not None:  # a log does not say how dialogues end
+    if not DOMAINS[results["domain"]].logged:  # a log does not say how dialogues end
         endings = {name: [ending(episode) for episode in found]
                    for name, found in episodes.items()}
         charts.append(stack("How episodes end, %", "episodes", ENDINGS, endings))
@@ -59,7 +59,7 @@ def metric_chart(results):
     if not rows:
         return []
     least, most = 0, 100
-    if DOMAINS[results["domain"]].open_judge is None:  # rewards of a log can be any number
+    if DOMAINS[results["domain"]].logged:  # rewards of a log can be any number
         ends = [value for row in rows for value in row.values() if isinstance(value, float)]
         least, most = min(0, *ends), max(0, *ends)
     return [chart("results", "bars", f"{heading(metric, results)}, with 95 % intervals", rows=rows,
@@ -79,7 +79,7 @@ def ending(episode):
     """How an episode ends: one of ENDINGS. Only the embedded world knows an early answer."""
     if episode["error"]:
         return "error"
-    if DOMAINS[episode["task"]["domain"]].open_judge is None:
+    if DOMAINS[episode["task"]["domain"]].logged:
         return "ended"
     if episode["success"]:
         return "solved"
@@ -143,10 +143,8 @@ def ranking_chart(run):
     last, rows = run.last, []
     if "holdout/accuracy" in last:
         # without an interval, as the pairs of a task are not independent
-        name = "held-out pairs of dialogues"
-        if "holdout/pairs" in last:
-            name += f" ({last['holdout/pairs']:.0f})"
-        rows.append({"name": name, "value": 100 * last["holdout/accuracy"]})
+        rows.append({"name": "held-out pairs of dialogues",
+                     "value": 100 * last["holdout/accuracy"]})
     for kind, name in AUC_ROWS.items():
         if f"credit_auc/{kind}" in last:  # toy/credit.py appends them
             rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
@@ -203,13 +201,13 @@ DRAWN_CURVES = ("train/loss", "train/accuracy", "train/margin")  # the others fo
 
 
 def training_charts(run):
-    """A chart for each metric of a run, smoothed; a small last batch weighs as little as it is."""
+    """A chart for each metric of a run, smoothed."""
     series = defaultdict(list)
     for row in run.rows:
         for key in CURVES:
             value = row.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
-                series[key].append((row["step"], value, row.get("data/tokens", 1)))
+                series[key].append((row["step"], value))
     charts = []
     for key, (title, unit, factor) in CURVES.items():
         if len(series[key]) <= 3:  # one hold-out or two are no curve
@@ -224,14 +222,14 @@ def training_charts(run):
 
 
 def smoothed(series):
-    """(points (step, value), steps in a window): weighted means of windows around each step.
+    """(points (step, value), steps in a window): means of windows around each step.
 
     A window spans a twentieth of the steps. At most 200 points remain.
     """
-    steps, values, weights = numpy.array(series, float).T
+    steps, values = numpy.array(series, float).T
     half = max(1, len(steps) // 40) if len(steps) >= 10 else 0
     window = numpy.ones(2 * half + 1)
-    means = (numpy.convolve(values * weights, window, "same")
-             / numpy.convolve(weights, window, "same"))
+    means = (numpy.convolve(values, window, "same")
+             / numpy.convolve(numpy.ones_like(values), window, "same"))
     kept = numpy.unique(numpy.linspace(0, len(steps) - 1, 200).round().astype(int))
     return list(zip(steps[kept], means[kept], strict=True)), len(window)

@@ -3,11 +3,9 @@
 import argparse
 import difflib
 import math
+import operator
 import re
 import sys
-
-
-SMALLEST = 1e-9  # of a flag that must be above 0
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -20,13 +18,31 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return super()._get_help_string(action)
 
 
+# how the limit of a number is called -> (what a message says, whether a value keeps it)
+LIMITS = {
+    "least": ("at least", operator.ge), "above": ("above", operator.gt),
+    "most": ("at most", operator.le), "below": ("below", operator.lt),
+}
+
+
 class FlagParser(argparse.ArgumentParser):
-    """Names the flag that a mistyped one is closest to; refuses what is out of bounds or no use.
+    """Names the flag that a mistyped one is closest to; refuses what is out of limits or no use."""
 
-    bounds: flag -> (least, below). needs: flag -> the flag without which it would do nothing.
-    """
+    def __init__(self, description):
+        self.limits, self.needs = {}, {}  # flag -> its limits; -> the flag that it needs
+        super().__init__(description=description, formatter_class=HelpFormatter)
 
-    bounds, needs = {}, {}
+    def add_argument(self, *names, needs=None, **options):
+        """Besides argparse's options, a number may have LIMITS, such as `least=1`; without the flag
+        `needs`, this one is refused, as it would do nothing.
+        """
+        limits = {word: options.pop(word) for word in LIMITS if word in options}
+        action = super().add_argument(*names, **options)
+        if limits:
+            self.limits[action.dest] = limits
+        if needs:
+            self.needs[action.dest] = needs
+        return action
 
     def parse_known_args(self, args=None, namespace=None):
         known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
@@ -41,13 +57,14 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         args = super().parse_args(args, namespace)
-        for name, (least, below) in self.bounds.items():
+        for name, limits in self.limits.items():
             value = getattr(args, name)
-            if value is None or least <= value < below:
+            if value is None:
                 continue
-            limit = "" if below == math.inf else f" and below {below:g}"
-            raise SystemExit(f"found --{name} {value}, expected a number of at least {least:g}"
-                             f"{limit}")
+            kept = all(LIMITS[word][1](value, limit) for word, limit in limits.items())
+            if not kept or not math.isfinite(value):
+                words = " and ".join(f"{LIMITS[word][0]} {limit}" for word, limit in limits.items())
+                raise SystemExit(f"found --{name} {value}, expected a number of {words}")
         for name, needed in self.needs.items():
             if not getattr(args, needed):
                 self.refuse_ignored(args, [name], f"without --{needed}")
@@ -60,33 +77,11 @@ class FlagParser(argparse.ArgumentParser):
                 refuse_flag(args, name, reason)
 
 
-def flag_parser(description, bounds=(), needs=()):
-    parser = FlagParser(description=description, formatter_class=HelpFormatter)
-    parser.bounds, parser.needs = dict(bounds), dict(needs)
-    return parser
-
-
 def add_dtype_flag(group):
-    action = group.add_argument(
+    group.add_argument(
         "--dtype", choices=("bfloat16", "float32"),
         help="what models compute in (default: bfloat16 on GPUs, float32 on CPUs); checkpoints are"
         " float32")
-    return action.dest
-
-
-def require_at_least(least, args, *names):
-    """Refuse a flag that is below `least`, infinite or no number. None: it was not given."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not least <= value < float("inf"):
-            raise SystemExit(f"found --{name} {value}, expected a number of at least {least}")
-
-
-def refuse_ignored(parser, args, names, reason):
-    """Refuse flags that would do nothing here; a flag at its default asks for nothing."""
-    for name in names:
-        if getattr(args, name) != parser.get_default(name):
-            refuse_flag(args, name, reason)
 
 
 def refuse_flag(args, name, reason):
@@ -121,8 +116,8 @@ def machine_flags(parser):
                        help="train matrices of this rank beside frozen layers (0: all weights)")
     group.add_argument("--lora_alpha", type=float,
                        help="their output is scaled by alpha / rank (default: twice the rank)")
-    parser.bounds |= {
-        "micro_batch_size": (1, math.inf), "max_steps": (1, math.inf),
-        "checkpointing_every": (0, math.inf), "save_minutes": (0, math.inf),
-        "lora_rank": (0, math.inf), "lora_alpha": (SMALLEST, math.inf)}
+    parser.limits |= {
+        "micro_batch_size": {"least": 1}, "max_steps": {"least": 1}, "lora_rank": {"least": 0},
+        "checkpointing_every": {"least": 0}, "save_minutes": {"least": 0},
+        "lora_alpha": {"above": 0}}
     parser.needs["lora_alpha"] = "lora_rank"

@@ -16,8 +16,9 @@ from runtime.names import check_checkpoint, why_not_opened
 
 
 def load_tokenizer(path, max_length=None):
-    """A tokenizer; of a model that is to read rows of up to `max_length` tokens alike."""
+    """A tokenizer; of a model that is to be trained on rows of up to `max_length` tokens."""
     if max_length:
+        refuse_quantised(path)
         refuse_changing_positions(path, max_length)
     transformers.logging.disable_progress_bar()
     return load_part(transformers.AutoTokenizer, "the tokenizer", path)
@@ -35,6 +36,15 @@ def load_part(auto_class, name, path):
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: could not open {name} ({why_not_opened(path, error)});"
                          " expected a Hugging Face name or directory") from None
+
+
+def refuse_quantised(path):
+    """Its weights are integers, which no gradient can move."""
+    quantisation = getattr(load_config(path), "quantization_config", None)
+    if quantisation is not None:
+        method = dict(quantisation).get("quant_method", "unknown")
+        raise SystemExit(f"{path}: found a quantised model ({method}), expected floating-point"
+                         " weights to train; give the model that it was made from")
 
 
 def refuse_changing_positions(path, max_length):

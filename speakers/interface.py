@@ -40,6 +40,7 @@ class Speaker:
     reads_history = False
     given_up = None  # why it is no longer asked, such as a server that is down
     has_answered = True  # whether it has answered anything so far
+    batches_at_once = 1  # how many batches it likes to have waiting when candidates are sampled
 
     def reply(self, request):
         """A list of n Utterances; raises SpeakerError. It blocks, and many threads may call it.

@@ -6,10 +6,10 @@ import numpy
 import torch
 import transformers
 
-from colbench import (
-    END_OF_THOUGHTS, THOUGHTS, UnnestedTemplate, encode_prompt, end_of_turn, render)
+from colbench import END_OF_THOUGHTS, THOUGHTS, encode_prompt
 from runtime.models import default_device, load_model, load_tokenizer
 from runtime.seeds import derive_seed
+from runtime.templates import UnnestedTemplate, end_of_turn, render
 from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Speaker, Utterance
 from speakers.pool import gather
@@ -42,6 +42,8 @@ class LocalSpeaker(Speaker):
     `kept`, so that a turn costs only its new tokens. Each sample draws from a random stream of its
     own, so its text does not depend on the other conversations in the batch, up to rounding.
     """
+
+    batches_at_once = 8  # of them, it computes those of similar length together
 
     def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
         self.device = settings.device or default_device()

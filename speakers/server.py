@@ -176,7 +176,7 @@ class ServerSpeaker(Speaker):
     def _checked_name(self, name):
         """The model to ask for, compared with the server's list where it has one."""
         models = self._models("/models")
-        if models is None and self._models("/v1/models"):
+        if models is None and self._models("/v1/models") is not None:
             raise SystemExit(f"{self.url}: found no API there but one at {self.url}/v1, expected"
                              f" the address of an OpenAI-compatible API; give {self.url}/v1")
         if not models or name in models:

@@ -7,9 +7,9 @@ import re
 import torch
 import transformers
 
-from colbench import render
 from judge.pages import open_picture
 from runtime.models import default_device, load_config, load_model
+from runtime.templates import render
 from speakers.interface import Speaker, Utterance
 from speakers.local import pick_tokens, stop_tokens, uniform_numbers
 from speakers.pool import gather

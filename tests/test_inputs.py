@@ -263,6 +263,15 @@ def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_len
         load_tokenizer(str(tmp_path), limit + 1)
 
 
+def test_a_quantised_model_is_refused_as_one_to_train_before_its_weights_are_read(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_tokenizer(str(tmp_path))
+    with pytest.raises(SystemExit, match="found a quantised model .awq., expected floating-point"):
+        load_tokenizer(str(tmp_path), 100)
+
+
 # -----------------------------------------------------------------------------
 # Flags
 

@@ -578,8 +578,9 @@ def test_a_directory_that_a_server_does_not_list_is_asked_for_all_the_same(tmp_p
 
 @pytest.mark.parametrize("end", ["", "/"])
 @pytest.mark.parametrize("name", [None, "org/model", "unknown"])
-def test_a_forgotten_v1_is_a_sentence_with_the_right_address(end, name):
-    with running(echo, models=["org/model"]) as server:
+@pytest.mark.parametrize("models", [[], ["org/model"]])
+def test_a_forgotten_v1_is_a_sentence_with_the_right_address(end, name, models):
+    with running(echo, models=models) as server:
         address = server.url.removesuffix("/v1")
         with pytest.raises(SystemExit, match=f"no API there but one at {server.url}, expected") \
                 as message:

@@ -213,19 +213,16 @@ def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
 # How dialogues end
 
 
-def test_a_hint_follows_when_most_dialogues_ended_without_the_marker():
+def test_a_hint_follows_when_most_dialogues_ended_without_an_answer():
     def ended(*last_messages):
-        rows = []
-        for index, text in enumerate(last_messages):
-            rows.append(episode(f"task{index}", 0.0, texts=("t", text)))
-            rows[-1]["dialogue_history"][1]["finished"] = index > 0
-        return rows
+        return [episode(f"task{index}", 0.0, texts=("t", text))
+                for index, text in enumerate(last_messages)]
 
     answer = "I WANT TO ANSWER: x"
-    hint = collect.marker_hint(ended("what?", "why?", answer))
-    assert "2 of 3 dialogues ended without" in hint and "(1 were cut)" in hint
-    assert collect.marker_hint(ended("what?", answer)) == ""
-    assert collect.marker_hint([episode("t", None, error="gone")]) == ""
+    hint = collect.no_answer_hint(ended("what?", "why?", answer))
+    assert "2 of 3 dialogues ended without" in hint
+    assert collect.no_answer_hint(ended("what?", answer)) == ""
+    assert collect.no_answer_hint([episode("t", None, error="gone")]) == ""
 
 
 def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatch):

@@ -171,12 +171,11 @@ def critic_script(path):
 
 def parse_args(argv=None):
     parser = collect_parser(__doc__)
-    parser.add_argument("--n", type=int, required=True, help="candidates of each turn")
+    parser.add_argument("--n", type=int, least=1, needs="tasks", required=True,
+                        help="candidates of each turn")
     parser.add_argument("--critic", required=True, help="a critic's checkpoint directory, or"
                         " grader:SPEC, a language model named as --agent is")
     parser.add_argument("--critic_model", help="model name to ask a grader's server for")
-    parser.bounds["n"] = (1, math.inf)
-    parser.needs["n"] = "tasks"
     args = check_args(argv, parser)
     if not is_server(args.critic.removeprefix(GRADER)):
         parser.refuse_ignored(args, ["critic_model"],

@@ -13,7 +13,6 @@ Difference from the paper: none known; it says neither which dialogues count as 
 all tests passed; a page: a similarity of 0.9) nor how tokens are weighted (here: all alike).
 """
 
-import math
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from colbench import custom_prompt, load_episodes, succeeded
-from runtime.flags import SMALLEST, flag_parser, machine_flags
+from runtime.flags import FlagParser, machine_flags
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.training import Run
@@ -83,29 +82,24 @@ def main(args):
     run.save(model, tokenizer, custom_prompt(chosen))
 
 
-BOUNDS = {  # flag -> (least, below)
-    "max_length": (1, math.inf), "lr": (0, math.inf), "epochs": (1, math.inf),
-    "batch_size": (1, math.inf), "max_norm": (SMALLEST, math.inf), "seed": (0, 2**63),
-}
-
-
 def parse_args(argv=None):
-    parser = flag_parser(__doc__, BOUNDS)
+    parser = FlagParser(__doc__)
     parser.add_argument("--episodes", nargs="+", required=True, help="episode files")
     parser.add_argument("--successes", action="store_true",
                         help="learn from successful episodes alone: rejection fine-tuning")
     parser.add_argument("--model", required=True, help="model to start from")
     parser.add_argument("--output", required=True, help="checkpoint directory to write")
-    parser.add_argument("--max_length", type=int, default=8192,
+    parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="tokens of a dialogue; a longer one loses its oldest turns, and is"
                         " omitted if the last does not fit")
     # the defaults are the paper's Table 5
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the dialogues")
-    parser.add_argument("--batch_size", type=int, default=32,
+    parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, least=1, default=4, help="passes over the dialogues")
+    parser.add_argument("--batch_size", type=int, least=1, default=32,
                         help="dialogues per step over all processes")
-    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
-    parser.add_argument("--seed", type=int, default=0, help="of data order")
+    parser.add_argument("--max_norm", type=float, above=0, default=1.0,
+                        help="gradient clipping")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order")
     machine_flags(parser)
     return parser.parse_args(argv)
 

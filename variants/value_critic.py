@@ -19,7 +19,6 @@ Letters in shapes: B pairs, R rows, S turns, T tokens.
 
 import dataclasses
 import functools
-import math
 import sys
 import typing
 from pathlib import Path
@@ -34,7 +33,7 @@ from tqdm import tqdm
 from colbench import (
     agent_view, encode_candidates, encode_dialogue, encode_within, first_request, group_by_task,
     load_episodes, read_candidates, state_key)
-from runtime.flags import SMALLEST, flag_parser, machine_flags
+from runtime.flags import FlagParser, machine_flags
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train,
     refuse_changing_positions)
@@ -311,41 +310,35 @@ def rank(args):
 # Command line
 
 
-BOUNDS = {  # flag -> (least, below)
-    "max_length": (1, math.inf), "margin": (0, math.inf), "holdout": (0, 1), "lr": (0, math.inf),
-    "epochs": (1, math.inf), "batch_size": (1, math.inf), "max_norm": (SMALLEST, math.inf),
-    "seed": (0, 2**63),
-}
-NEEDS = {"ranked": "candidates"}  # flag -> what it does nothing without
-
-
 def parse_args(argv=None):
-    parser = flag_parser(__doc__, BOUNDS, NEEDS)
+    parser = FlagParser(__doc__)
     parser.add_argument("--episodes", nargs="+", default=[],
                         help="episode files to train on; omit them to rank with a trained critic")
     parser.add_argument("--model", help="model to start from")
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
-    parser.add_argument("--max_length", type=int, default=8192,
+    parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="tokens of a dialogue, pictures included; a longer one loses its"
                         " oldest turns, and is omitted if the last does not fit")
     parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
                         help="what the critic sees besides the dialogue")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired, as in train_critic.py")
-    parser.add_argument("--margin", type=float, default=0.0,
+    parser.add_argument("--margin", type=float, least=0, default=0.0,
                         help="least difference of reward in a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or tasks")
-    parser.add_argument("--holdout", type=float, default=0.05,
+    parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
                         help="share of tasks to report on and not to train on")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the pairs")
-    parser.add_argument("--batch_size", type=int, default=8,
+    parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=int, least=1, default=4, help="passes over the pairs")
+    parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
-    parser.add_argument("--max_norm", type=float, default=1.0, help="gradient clipping")
-    parser.add_argument("--seed", type=int, default=0, help="of data order and hold-out")
+    parser.add_argument("--max_norm", type=float, above=0, default=1.0,
+                        help="gradient clipping")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
-    parser.add_argument("--ranked", help="where to write them (default: OUTPUT/ranked.jsonl)")
+    parser.add_argument("--ranked", needs="candidates",
+                        help="where to write them (default: OUTPUT/ranked.jsonl)")
     machine_flags(parser)
     args = parser.parse_args(argv)
     parser.refuse_ignored(args, ["packed"], "by a value head, whose rows are computed apart")

@@ -1,0 +1,61 @@
+"""Chat templates: messages as text, and the token that closes an agent turn."""
+
+import functools
+
+
+class UnnestedTemplate(SystemExit):
+    """The chat template rewrites earlier turns, so a dialogue is not one sequence of tokens."""
+
+
+@functools.lru_cache(maxsize=8)
+def end_of_turn(tokenizer):
+    """(id, text) of the token that closes an agent turn: in the template, what follows its text."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise SystemExit(f"{tokenizer.name_or_path}: found a tokenizer without chat template,"
+                         " expected an instruct model")
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"},
+                {"role": "user", "content": "z"}]
+    opening = render(tokenizer, dialogue[:1])
+    whole = render(tokenizer, dialogue, add_generation_prompt=False)
+    if not whole.startswith(opening + "y"):
+        raise UnnestedTemplate(
+            f"{tokenizer.name_or_path}: the chat template does not nest (an agent turn does not"
+            " begin with the generation prompt), so turns cannot be told apart; expected a template"
+            " like Llama's")
+    closing = whole[len(opening) + 1:]
+    if not closing or closing.startswith("z"):
+        raise UnnestedTemplate(
+            f"{tokenizer.name_or_path}: the chat template closes no agent turn, so a model cannot"
+            " tell when to stop; expected a template like Llama's")
+    token = tokenizer.encode(closing, add_special_tokens=False)[0]
+    text = tokenizer.decode([token])
+    if token not in tokenizer.added_tokens_decoder:
+        raise UnnestedTemplate(
+            f"{tokenizer.name_or_path}: the chat template closes an agent turn with the ordinary"
+            f" text {text!r}, which a turn may hold itself; expected a token of its own, as"
+            " Llama's template has")
+    return token, text
+
+
+def render(tokenizer, messages, add_generation_prompt=True):
+    """The chat template's text. Without a system role, that message opens the first request."""
+    import jinja2
+
+    # Llama 3.2 and others print today's date unless they are given one: prompts would change daily
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt,
+               "date_string": "26 Jul 2024"}
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except jinja2.TemplateError as error:
+        if messages[0]["role"] != "system" or len(messages) < 2:
+            raise SystemExit(
+                f"the chat template of {tokenizer.name_or_path} refuses the dialogue ({error});"
+                " expected one that takes user and assistant turns; give a model with such a"
+                " template") from None
+        system, content = messages[0]["content"] + "\n\n", messages[1]["content"]
+        if isinstance(content, str):
+            content = system + content
+        else:
+            content = [{"type": "text", "text": system}, *content]
+        first = {"role": "user", "content": content}
+        return render(tokenizer, [first] + messages[2:], add_generation_prompt)
