@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 from commands import check_command, record
-from conftest import ROOT, metrics
+from conftest import ROOT, metrics, run_module, run_script
 from test_servers import running
 
 from colbench import read_candidates
@@ -93,13 +93,14 @@ def scripted_human(domain):
 
 
 def short_run(recipe, domain, folder):
-    """What it printed, and the folder of its table."""
+    """The table of a recipe whose commands were run one after the other."""
     with running(scripted_human(domain), models=["human"]) as server:
-        variables = {"SHORT": "1", "HUMAN_URL": server.url, "OUT": str(folder),
-                     "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash", f"runs/{recipe}.sh"], cwd=ROOT, text=True,
-                              env=os.environ | variables, capture_output=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        for words in run_recipe(f"{recipe}.sh", folder, SHORT="1", HUMAN_URL=server.url,
+                                OUT=str(folder)):
+            if words[0] == "-m":
+                run_module(*words[1:])
+            else:
+                run_script(*words)
     assert server.seen_models == {"human"}
     return json.loads((folder / "test/results.json").read_text())
 
