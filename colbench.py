@@ -197,17 +197,6 @@ def custom_prompt(records):
     return prompts.pop() if len(prompts) == 1 else None
 
 
-def read_prompt(path):
-    """The instructions in a file; None where no file is named."""
-    if not path:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"{path}: found no instructions ({error}), expected a file of plain UTF-8"
-                         " text") from None
-
-
 def agent_messages(history, prompt):
     """What the agent sees: its instructions and the dialogue, with its own turns as it wrote them.
 
@@ -630,13 +619,12 @@ def encode_dialogue(tokenizer, messages, finished=()):
     A dialogue that ends with a user message is a prompt: the generation prompt closes it.
     """
     end_id, end_text = end_of_turn(tokenizer)
+    stops = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if messages[-1]["role"] != "assistant":
+        stops.append(len(messages))
     texts, turns, closed = [], [], []  # pieces of text, their turn, whether a token closes them
-    rendered, turn = "", 0  # the template's text that the pieces make up so far
-    for index in range(len(messages) + 1):
-        is_turn = index < len(messages) and messages[index]["role"] == "assistant"
-        is_prompt = index == len(messages) and messages[-1]["role"] != "assistant"
-        if not is_turn and not is_prompt:
-            continue
+    rendered = ""  # the template's text that the pieces make up so far
+    for turn, index in enumerate(stops):
         prompt = render(tokenizer, messages[:index])
         if not prompt.startswith(rendered):
             raise UnnestedTemplate(
@@ -646,14 +634,13 @@ def encode_dialogue(tokenizer, messages, finished=()):
         texts.append(prompt[len(rendered):])
         turns.append(-1)
         closed.append(False)
-        if is_turn:
+        if index < len(messages):
             content = messages[index]["content"]
             done = finished[turn] if turn < len(finished) else True
             texts.append(content)
             turns.append(turn)
             closed.append(done)
             rendered = prompt + content + (end_text if done else "")
-            turn += 1
     ids, turn_index = [], []
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for tokens, piece_turn, done in zip(encoded, turns, closed, strict=True):

@@ -42,9 +42,10 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, group_by_task, lacks_answer,
-    leak_share, load_episodes, one_domain, read_prompt, read_tasks, reasons_of, split_message,
-    state_key, states_of, without_thoughts)
+    leak_share, load_episodes, one_domain, read_tasks, reasons_of, split_message, state_key,
+    states_of, without_thoughts)
 from judge.sandbox import ANSWER_MARKER
+from runtime.files import read_prompt
 from runtime.flags import FlagParser, add_dtype_flag, refuse_flag
 from runtime.processes import join_processes, launch
 from runtime.progress import Outcome, Progress
@@ -228,7 +229,8 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
             agent = open_agent(args, process)
 
             def work(job, on_turn):
-                return play(*job, agent, human, judge, rules, on_turn) | notes
+                task, sample = job
+                return play(task, sample, agent, human, judge, rules, on_turn) | notes
 
             fill(store, mine, keys, work, (agent, human), args.batch_size)
     return store.finish(keys)
@@ -276,7 +278,7 @@ def fill(store, jobs, keys, work, speakers, in_flight):
             progress.row(row)
 
         for _ in run(work_and_keep, waiting, in_flight):
-            pass
+            pass  # the jobs' threads have stored their rows
     if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
         # what ended without, say, a human's reply must not block a corrected --human
         store.discard(set(keys) - store.rows.keys())

@@ -34,7 +34,7 @@ from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
-from runtime.text import harmless
+from runtime.text import harmless, markdown, with_interval
 
 # -----------------------------------------------------------------------------
 # From episodes to a number for each task
@@ -382,17 +382,6 @@ def cautions(results):
 # Tables: rows of texts, the headings first
 
 
-def with_interval(number, factor, unit="", sign=""):
-    """Such as "56.8 % [53.7, 59.9]"; a dash where there is nothing to count, or no interval."""
-    if number is None:
-        return "–"
-    value = f"{factor * number['value']:{sign}.1f}{unit}"
-    if number["low"] is None:
-        return f"{value} [–]"
-    low, high = factor * number["low"], factor * number["high"]
-    return f"{value} [{low:{sign}.1f}, {high:{sign}.1f}]"
-
-
 def heading(key, results):
     if key == "reward":
         return DOMAINS[results["domain"]].reward_heading
@@ -443,18 +432,6 @@ def all_tables(results):
     if results["pairs"]:
         tables.append(pair_table(results))
     return tables
-
-
-def markdown(rows):
-    """A table that reads well on a terminal, too."""
-    rows = [[text.replace("|", "\\|") for text in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = []
-    for row in rows:
-        padded = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
-        lines.append("| " + " | ".join(padded) + " |")
-    return "\n".join(lines)
 
 
 # -----------------------------------------------------------------------------

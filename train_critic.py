@@ -290,7 +290,7 @@ def main(args):
 
 
 def train(args):
-    run = Run(args, args.episodes, checkpoints=[args.model], cost_flags=RANKING)
+    run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
     if run.complete:
         return
 

@@ -16,8 +16,8 @@ import math
 import os
 from pathlib import Path
 
-from colbench import agent_prompt_of, complete_episode, read_episodes, read_prompt
-from runtime.files import read_jsonl
+from colbench import agent_prompt_of, complete_episode, read_episodes
+from runtime.files import read_jsonl, read_prompt
 from runtime.text import counted
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'

@@ -1,4 +1,4 @@
-"""JSON lines: what is wrong with them is said in a sentence, what is written survives a kill."""
+"""Files: what is wrong with them is said in a sentence, what is written survives a kill."""
 
 import glob
 import json
@@ -32,6 +32,17 @@ def read_jsonl(path):
             if not isinstance(row, dict):
                 raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
             yield where, row
+
+
+def read_prompt(path):
+    """The instructions in a file; None where no file is named."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path}: found no instructions ({error}), expected a file of plain UTF-8"
+                         " text") from None
 
 
 def write_atomically(path, text):

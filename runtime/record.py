@@ -18,10 +18,10 @@ from runtime.names import check_checkpoint, is_server
 COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
 
 
-def claim_output(path, flags, inputs, process, cost_flags=(), flag="--output"):
+def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
 
-    Only `cost_flags` may differ, since they do not change what is made, and COUNTS may grow. A
+    The flags `may_differ` may, since they do not change what is made, and COUNTS may grow. A
     command that has produced no output yet may be replaced by another.
     """
     path = Path(path)
@@ -42,7 +42,7 @@ def claim_output(path, flags, inputs, process, cost_flags=(), flag="--output"):
     grown = False
     if resumes:
         before = read_run(path)
-        changed, grown = changes_since(before, flags, hashes, cost_flags)
+        changed, grown = changes_since(before, flags, hashes, may_differ)
         if changed:
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
@@ -59,7 +59,7 @@ def claim_output(path, flags, inputs, process, cost_flags=(), flag="--output"):
         write_atomically(path, json.dumps(run, indent=1) + "\n")
 
 
-def open_rows(path, flags, inputs, process, key, cost_flags=(), keep=lambda row: True,
+def open_rows(path, flags, inputs, process, key, may_differ=(), keep=lambda row: True,
               flag="--output"):
     """A ResumableJsonl whose record of the command is PATH.run.json."""
     record = Path(f"{path}.run.json")
@@ -67,7 +67,7 @@ def open_rows(path, flags, inputs, process, key, cost_flags=(), keep=lambda row:
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
-    claim_output(record, flags, inputs, process, cost_flags, flag)
+    claim_output(record, flags, inputs, process, may_differ, flag)
     return ResumableJsonl(path, key, process, keep)
 
 
@@ -120,10 +120,10 @@ def file_hash(path):
     return digest.hexdigest()
 
 
-def changes_since(before, flags, hashes, cost_flags):
+def changes_since(before, flags, hashes, may_differ):
     """(flags and inputs that differ from an earlier run's record, whether a count grew)."""
     changed, grown = [], False
-    for name in sorted((flags.keys() | before["flags"].keys()) - set(cost_flags)):
+    for name in sorted((flags.keys() | before["flags"].keys()) - set(may_differ)):
         old, new = before["flags"].get(name), flags.get(name)
         if name in COUNTS and old is not None and (new is None or new > old):
             grown = True

@@ -11,3 +11,26 @@ def harmless(text):
     text = text.replace("\r\n", "\n").expandtabs(4)
     return "".join(character if character.isprintable() or character == "\n"
                    else character.encode("unicode_escape").decode() for character in text)
+
+
+def with_interval(number, factor, unit="", sign=""):
+    """Such as "56.8 % [53.7, 59.9]"; a dash where there is nothing to count, or no interval."""
+    if number is None:
+        return "–"
+    value = f"{factor * number['value']:{sign}.1f}{unit}"
+    if number["low"] is None:
+        return f"{value} [–]"
+    low, high = factor * number["low"], factor * number["high"]
+    return f"{value} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
+def markdown(rows):
+    """A table that reads well on a terminal, too."""
+    rows = [[text.replace("|", "\\|") for text in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        padded = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("| " + " | ".join(padded) + " |")
+    return "\n".join(lines)

@@ -37,7 +37,7 @@ HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pai
 class Run:
     """`complete`: an earlier run of the same command has left nothing to train."""
 
-    def __init__(self, args, inputs, checkpoints, cost_flags=()):
+    def __init__(self, args, inputs, checkpoints, may_differ=()):
         self.process = join_processes(training=True)
         self.rank, self.world, self.device = (
             self.process.rank, self.process.world, self.process.device)
@@ -45,7 +45,7 @@ class Run:
         self.max_steps, self.save_seconds, self.seed = (
             args.max_steps, 60 * args.save_minutes, args.seed)
         claim_output(self.output / "run.json", vars(args), [*inputs, *records(*checkpoints)],
-                     self.process, (*COST_FLAGS, *cost_flags))
+                     self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
         self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step

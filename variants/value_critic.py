@@ -180,7 +180,7 @@ def main(args):
 
 
 def train(args):
-    run = Run(args, args.episodes, checkpoints=[args.model], cost_flags=RANKING)
+    run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
     if run.complete:
         return
     refuse_changing_positions(args.model, args.max_length)
