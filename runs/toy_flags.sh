@@ -1,6 +1,5 @@
 # Flags and commands of the embedded world's recipes, which source this file. docs/measured.md says
-# how the flags were chosen. `make toy` is cheaper than what several seeds and worlds are compared
-# with, which is FULL=1.
+# how the flags were chosen.
 export OMP_NUM_THREADS=1
 # malloc keeps freed memory: new pages from the kernel take time
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
@@ -10,12 +9,9 @@ SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
   BASE=${BASE:-toy/base}
-  if [ -n "${FULL:-}" ]; then # more of all, and more time
-    TASKS=${TASKS:-800} STATES=12 POLICY_PAIRS=128 RFT_EPOCHS=24
-  else
-    TASKS=${TASKS:-500} STATES=6 POLICY_PAIRS=64 RFT_EPOCHS=12
-  fi # STATES of a task give candidates
+  TASKS=${TASKS:-500}
   SAMPLES=6
+  STATES=6 # of a task that give candidates
   TEST=${TEST:-500}
   TURNS=(--max_turns 9) # toy/world.py says why
   TOKENS=64             # of one agent message
@@ -24,10 +20,10 @@ if [ "$DOMAIN" = backend ]; then
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 12 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 1e-4)
-  POLICY=(--batch_size "$POLICY_PAIRS" --lr 1e-3 --epochs 2) # four pairs a state
+  POLICY=(--batch_size 64 --lr 1e-3 --epochs 2) # four pairs a state
   MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 12 --lr 1e-3 --epochs 6)
   MTDPO+=(--beta 0.3 --nll 10)
-  RFT=(--lr 2e-3 --epochs "$RFT_EPOCHS")
+  RFT=(--lr 2e-3 --epochs 12)
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend

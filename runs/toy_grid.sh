@@ -12,7 +12,6 @@ DOMAIN=backend
 
 cell() { # WORLD TASKS SEED
   WORLD=$1 TASKS=$2 SEED=$3 OUT=$ROOT/${1//\//_}/$2/$3
-  FULL=1
   [[ $WORLD == */16/* ]] && BASE=$ROOT/base_16
   source runs/toy_flags.sh
   collect "$BASE" "$SEED" "$OUT/episodes.jsonl"

@@ -3,9 +3,10 @@
     python runs/toy_seeds.py runs/out/seeds
 
 Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
-Prints: a table to paste, and differences with 95 % intervals.
-Writes: runs/out/toy_seeds.json with success (of pages, the reward) by seed, differences, and the
-AUC of the critics' advantages against true credit.
+Prints: a table to paste, differences with 95 % intervals, and the critics' AUC.
+Writes: runs/out/toy_seeds.json: what each policy reached on every test task with each seed, means,
+differences, and how true the critics' advantages are. What is in this file already stays unless
+ROOT has the same policy and seed, so that seeds may be run one by one, on several machines.
 """
 
 import argparse
@@ -13,11 +14,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import read_episodes  # noqa: E402
-from evaluate import main_metric, markdown, policy_table, score  # noqa: E402
+from evaluate import SHARE, compare, draw_counts, interval  # noqa: E402
 from runtime.files import read_jsonl  # noqa: E402
+from runtime.text import markdown, with_interval  # noqa: E402
 
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",
@@ -31,89 +35,113 @@ PAIRS = [  # besides sweet - every other policy
     ("mtdpo", "base"),
     ("base", "single_turn"),
 ]
-CRITICS = {  # key of the table -> directory in that of a seed
-    "credit_auc": "critic",
-    "credit_auc_no_privileged": "sweet_no_privileged/critic",
-    "credit_auc_no_normalise": "sweet_no_normalise/critic",
-    "credit_auc_trajectory": "sweet_trajectory/critic",
-    "credit_auc_value_head": "sweet_value_head/critic",
-    "credit_auc_untrained": "sweet_untrained/critic",
-    "credit_auc_lora": "sweet_lora/critic",
-    "credit_auc_round2": "iterate/round2/critic",
+CRITICS = {  # policy that learnt from its ranks -> the critic's directory in that of a seed
+    "sweet": "critic",
+    "sweet_no_privileged": "sweet_no_privileged/critic",
+    "sweet_no_normalise": "sweet_no_normalise/critic",
+    "sweet_trajectory": "sweet_trajectory/critic",
+    "sweet_value_head": "sweet_value_head/critic",
+    "sweet_untrained": "sweet_untrained/critic",
+    "sweet_lora": "sweet_lora/critic",
+    "sweet_round2": "iterate/round2/critic",
 }
+DRAWS = 2000  # of the bootstrap
 
 
-def read_seeds(root):
-    """Policy name -> seed -> episodes, of the policies that were played."""
-    runs = {}
-    for name in POLICIES:
-        found = {}
-        for path in root.glob(f"[0-9]*/**/{name}.jsonl"):
-            seed = path.relative_to(root).parts[0]
-            found[seed] = read_episodes(path)
-        if found:
-            runs[name] = found
-    return runs
-
-
-def score_seeds(runs, names, seeds):
-    """evaluate.score of these policies on these seeds, as far as they were played.
-
-    All are compared with the first.
-    """
-    policies = {}
-    for name in names:
-        policies[name] = [runs[name][seed] for seed in sorted(seeds) if seed in runs[name]]
-    return score(policies)
-
-
-def differences(runs, metric):
-    """Name -> difference in the metric and its interval, on the seeds that both policies have."""
-    pairs = [("sweet", name) for name in runs if name != "sweet"]
-    pairs += [(left, right) for left, right in PAIRS if left in runs and right in runs]
+def read_outcomes(root):
+    """Policy name -> seed -> a number for each test task: success, or of pages the reward."""
     found = {}
-    for left, right in pairs:
-        seeds = runs[left].keys() & runs[right].keys()  # an ablation may have fewer seeds
-        for pair in score_seeds(runs, [right, left], seeds)["pairs"]:
-            if pair["metric"] == metric:
-                found[f"{left} - {right}"] = pair["difference"]
+    for name in POLICIES:
+        for path in sorted(root.glob(f"[0-9]*/**/{name}.jsonl")):
+            numbers = []
+            for episode in read_episodes(path):
+                success = episode["success"]
+                numbers.append(round(episode["reward"] if success is None else float(success), 4))
+            seed = path.relative_to(root).parts[0]
+            found.setdefault(name, {})[seed] = numbers
+    return found
+
+
+def read_aucs(root):
+    """Policy name -> seed -> the last value of each number in its critic's metrics on true credit.
+    """
+    found = {}
+    for name, critic in CRITICS.items():
+        for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl")):
+            last, = credit_aucs([path])
+            if last:  # pages have no credit
+                found.setdefault(name, {})[path.relative_to(root).parts[0]] = last
     return found
 
 
 def credit_aucs(paths):
-    """For each seed's critic, the last value of each `credit_auc/...` in its metrics.jsonl."""
+    """For each critic's metrics.jsonl, the last value of all that starts with credit_auc or halves.
+    """
     found = []
     for path in paths:
         last = {}
         for _, metrics in read_jsonl(path):
-            last |= {key: value for key, value in metrics.items() if "credit_auc" in key}
+            last |= {key: value for key, value in metrics.items()
+                     if key.startswith(("credit_auc/", "halves/"))}
         found.append(last)
     return found
 
 
-def points(difference):
-    """A difference and its interval in percentage points."""
-    value, low, high = (100 * difference[key] for key in ("value", "low", "high"))
-    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+def merge(old, new):
+    """Both, name -> seed -> value; a new value replaces an old one."""
+    return {name: old.get(name, {}) | new.get(name, {}) for name in [*old, *new]}
+
+
+def tabulate(outcomes):
+    """(means, differences): name -> number with its interval, and the seeds that it is of."""
+    tasks = len(next(iter(outcomes["base"].values())))
+    generator = numpy.random.default_rng(0)
+    task_draws = draw_counts(generator, tasks, DRAWS)
+
+    def runs(name, seeds):
+        return numpy.array([outcomes[name][seed] for seed in sorted(seeds)])  # (R, T)
+
+    means, differences = {}, {}
+    for name, seeds in outcomes.items():
+        draws = draw_counts(generator, len(seeds), DRAWS)
+        means[name] = interval(runs(name, seeds), draws, task_draws, SHARE) | {
+            "seeds": sorted(seeds)}
+    pairs = [("sweet", name) for name in outcomes if name != "sweet"] + PAIRS
+    for left, right in pairs:
+        seeds = outcomes.get(left, {}).keys() & outcomes.get(right, {}).keys()
+        if seeds:  # an ablation may have fewer than others
+            draws = draw_counts(generator, len(seeds), DRAWS)
+            found = compare(runs(left, seeds), runs(right, seeds), draws, draws, task_draws)
+            differences[f"{left} - {right}"] = found["difference"] | {"seeds": sorted(seeds)}
+    return means, differences
 
 
 def main(args):
-    runs = read_seeds(args.root)
-    results = score_seeds(runs, list(runs), runs["base"])
-    print(markdown(policy_table(results)))
+    old = json.loads(args.output.read_text()) if args.output.exists() else {}
+    written = {name: {seed: [float(number) for number in numbers.split()]
+                      for seed, numbers in seeds.items()}
+               for name, seeds in old.get("outcomes", {}).items()}
+    found = merge(written, read_outcomes(args.root))
+    outcomes = {name: found[name] for name in POLICIES if name in found}
+    aucs = merge(old.get("credit_auc", {}), read_aucs(args.root))
+    means, differences = tabulate(outcomes)
 
-    policies, metric = results["policies"], main_metric(results)
-    table = {name: entry[f"{metric}_by_seed"] for name, entry in policies.items()}
-    table["differences"] = differences(runs, metric)
-    table["mean"] = {name: entry["numbers"][metric] for name, entry in policies.items()}
-    for name, number in table["differences"].items():
-        print(f"{name}: {points(number)}")
-    for name, critic in CRITICS.items():
-        aucs = credit_aucs(sorted(args.root.glob(f"[0-9]*/{critic}/metrics.jsonl")))
-        table[name] = [seed["credit_auc/all"] for seed in aucs if seed]  # pages have no credit
-        table[f"{name}_by_kind"] = aucs
+    rows = [["policy", "seeds", "%", "SWEET-RL minus it", "AUC"]]
+    for name in outcomes:
+        difference = with_interval(differences.get(f"sweet - {name}"), 100, sign="+")
+        auc = [seed["credit_auc/all"] for seed in aucs.get(name, {}).values()]
+        rows.append([name, str(len(outcomes[name])), with_interval(means[name], 100), difference,
+                     f"{numpy.mean(auc):.3f}" if auc else ""])
+    print(markdown(rows))
+    for left, right in PAIRS:
+        if f"{left} - {right}" in differences:
+            print(f"{left} - {right}:"
+                  f" {with_interval(differences[f'{left} - {right}'], 100, sign='+')}")
+
+    texts = {name: {seed: " ".join(f"{number:g}" for number in numbers)
+                    for seed, numbers in seeds.items()} for name, seeds in outcomes.items()}
+    table = {"means": means, "differences": differences, "credit_auc": aucs, "outcomes": texts}
     args.output.write_text(json.dumps(table, indent=1) + "\n")
-    print({name: table[name] for name in ("credit_auc", "credit_auc_no_privileged")})
 
 
 def table_parser(description, output):

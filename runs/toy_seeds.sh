@@ -4,7 +4,7 @@
 # round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export DOMAIN=${DOMAIN:-backend} FULL=1
+export DOMAIN=${DOMAIN:-backend}
 N=${1:-5}
 SUFFIX=
 [ "$DOMAIN" = backend ] || SUFFIX=_frontend

@@ -92,10 +92,21 @@ def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tm
     run_script("runs/toy_seeds.py", root, "--output", table)
 
     found = json.loads(table.read_text())
-    assert found["sweet"] == pytest.approx([4 / 6, 5 / 6])
-    assert found["sweet_no_privileged"] == pytest.approx([1 / 6])
+    assert found["means"]["sweet"]["value"] == pytest.approx(4.5 / 6)
+    assert found["means"]["sweet_no_privileged"]["value"] == pytest.approx(1 / 6)
     assert found["differences"]["sweet - base"]["value"] == pytest.approx(3 / 6)
     assert found["differences"]["sweet - sweet_no_privileged"]["value"] == pytest.approx(3 / 6)
-    assert found["credit_auc"] == [0.75]
-    assert found["best_of_4"] == pytest.approx([5 / 6])
+    assert found["credit_auc"]["sweet"] == {"0": {"credit_auc/all": 0.75}}
     assert found["differences"]["sweet - best_of_4"]["value"] == pytest.approx(-1 / 6)
+
+
+def test_seeds_that_are_run_in_parts_give_the_table_of_those_that_are_run_at_once(tmp_path):
+    for seed in range(2):
+        for root in (tmp_path / f"part{seed}", tmp_path / "whole"):
+            for name, solved in BETTER.items():
+                write_policy(root / f"{seed}/test/{name}.jsonl", solved + seed)
+            write_critic(root / f"{seed}/critic", 0.5, 0.75 + 0.1 * seed)
+    for name in ("part0", "part1"):
+        run_script("runs/toy_seeds.py", tmp_path / name, "--output", tmp_path / "parts.json")
+    run_script("runs/toy_seeds.py", tmp_path / "whole", "--output", tmp_path / "whole.json")
+    assert (tmp_path / "parts.json").read_text() == (tmp_path / "whole.json").read_text()
