@@ -48,10 +48,12 @@ def render(tokenizer, messages, add_generation_prompt=True):
         return tokenizer.apply_chat_template(messages, **options)
     except jinja2.TemplateError as error:
         if messages[0]["role"] != "system" or len(messages) < 2:
+            roles = ", ".join(message["role"] for message in messages)
             raise SystemExit(
-                f"the chat template of {tokenizer.name_or_path} refuses the dialogue ({error});"
-                " expected one that takes user and assistant turns; give a model with such a"
-                " template") from None
+                f"the chat template of {tokenizer.name_or_path} refuses the dialogue that begins"
+                f" with {str(messages[0]['content'])[:80]!r}, of the roles {roles} ({error});"
+                " expected roles that it takes; give a model with such a template, or leave these"
+                " messages out") from None
         system, content = messages[0]["content"] + "\n\n", messages[1]["content"]
         if isinstance(content, str):
             content = system + content

@@ -12,9 +12,9 @@ import sys
 
 import pytest
 from commands import record
-from conftest import ROOT, dialogue, run_module, run_script
+from conftest import ROOT, byte_tokenizer, dialogue, run_module, run_script
 
-from colbench import read_episodes
+from colbench import encode_dialogue, read_episodes
 
 PAGE = (ROOT / "docs/logs.md").read_text()
 
@@ -169,3 +169,14 @@ def test_nobody_can_play_a_log(tmp_path):
     done = run_script("collect.py", "--tasks", path, "--agent", "scripted", "--human", "scripted",
                       "--output", tmp_path / "out", check=False)
     assert "logged" in done.stderr and "expected" in done.stderr
+
+
+def test_a_message_that_the_template_cannot_render_is_named_with_the_template_s_own_words():
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}")
+    messages = [*dialogue("order 12 is lost", "which?"), {"role": "tool", "content": "found"}]
+    with pytest.raises(SystemExit, match="'order 12 is lost', of the roles user, assistant, tool "
+                       ".no tools.; expected"):
+        encode_dialogue(tokenizer, messages)
