@@ -37,6 +37,7 @@ import random
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from colbench import (
     agent_view, custom_prompt, encode_candidates, encode_within, group_by_task, load_episodes,
@@ -231,7 +232,8 @@ def set_reference(model, rows, run, size):
     order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
     found = {}  # index of a row -> its log-probs; ranks can exchange indices, but not rows
     with run.scoring(model):
-        for mine, _ in run.share(order, size):
+        parts = list(run.share(order, size))
+        for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found |= zip(mine, logprobs.cpu(), strict=True)
     for index, logprobs in run.gather(found).items():

@@ -172,9 +172,12 @@ def shard(model, run, args):
         return  # nothing to share, and DTensors would slow small models down
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     mesh = DeviceMesh.from_group(run.process.group, run.device.split(":")[0])
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    ignored = frozen if run.world == 1 else None  # there is nothing to share: no copies of LoRA's
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard,
+                    ignored_params=ignored)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
 
 
 # -----------------------------------------------------------------------------

@@ -60,12 +60,13 @@ def threads_left(before, seconds=5):
 
 def test_results_come_as_jobs_end_and_so_many_run_at_a_time():
     together, most, lock = [], [], threading.Lock()
+    five = threading.Barrier(5, timeout=60)
 
     def job(number):
         with lock:
             together.append(number)
             most.append(len(together))
-        time.sleep(0.002)
+        five.wait()  # so many are there at the same time
         with lock:
             together.remove(number)
         return number
