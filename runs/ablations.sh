@@ -40,6 +40,7 @@ if [ "$DOMAIN" = backend ]; then # whose true credit is known
     mkdir -p "$OUT/sweet_$ranker"
     python -m toy.credit rank "$OUT/candidates.jsonl" --ranker "$ranker" --seed "$SEED" \
       --output "$OUT/sweet_$ranker/ranked.jsonl"
+    true_credit "$OUT/sweet_$ranker"
     learn "sweet_$ranker" "$OUT/sweet_$ranker/ranked.jsonl"
   done
 fi

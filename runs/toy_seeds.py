@@ -42,6 +42,8 @@ CRITICS = {  # policy that learnt from its ranks -> the critic's directory in th
     "sweet_trajectory": "sweet_trajectory/critic",
     "sweet_value_head": "sweet_value_head/critic",
     "sweet_untrained": "sweet_untrained/critic",
+    "sweet_credit": "sweet_credit",
+    "sweet_random": "sweet_random",
     "sweet_lora": "sweet_lora/critic",
     "sweet_round2": "iterate/round2/critic",
 }

@@ -18,6 +18,7 @@ import json
 import random
 import typing
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from colbench import (
     MAX_TURNS, first_request, read_candidates, split_message, state_key, without_thoughts)
@@ -196,18 +197,20 @@ def rank_command(args):
 
 
 def auc_command(args):
-    """Print how true a ranker's advantages are, and add the AUC to a training run's log."""
+    """Print how true a ranker's advantages are, and add that to a log, such as its training's."""
     states, _ = read_candidates(args.candidates, ranked=True)
     check_world(states, args.candidates)
     credits = credits_of(states)
-    found = credit_auc(states, credits)
-    for name, value in (found | halves_shares(states, credits)).items():
+    found = credit_auc(states, credits) | halves_shares(states, credits)
+    for name, value in found.items():
         print(f"{name:40s} {value:.4f}")
     if args.metrics:
-        lines = [line for _, line in read_jsonl(args.metrics)]
+        exists = Path(args.metrics).exists()  # rankers that were not trained have no log
+        lines = [line for _, line in read_jsonl(args.metrics)] if exists else []
         if not any(name in line for line in lines for name in found):  # once
+            step = lines[-1]["step"] + 1 if lines else 0
             with open(args.metrics, "a") as file:
-                file.write(json.dumps({"step": lines[-1]["step"] + 1} | found) + "\n")
+                file.write(json.dumps({"step": step} | found) + "\n")
 
 
 def check_world(states, path):
