@@ -125,6 +125,27 @@ def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
     assert "question" in page and "advantages" in page
 
 
+@pytest.mark.parametrize("template, family", [("qwen2.5", "qwen2"), ("llama3", "llama")])
+def test_a_chat_model_goes_from_demonstrations_to_a_policy(
+        template, family, tiny, toy_episodes, tmp_path):
+    """A warm start on demonstrations, then all stages, with the chat templates in use."""
+    start, critic, policy = tmp_path / "start", tmp_path / "critic", tmp_path / "policy"
+    training = ("--max_steps", 2, "--micro_batch_size", 4, "--lr", 1e-3, "--packed")
+    run_script("variants/sft.py", "--episodes", toy_episodes, "--model", tiny(template, family),
+               *training, "--output", start)
+    run_script("collect.py", "--states", toy_episodes, "--states_fraction", 0.2,
+               "--states_per_task", 1, "--num_candidates", 4, "--max_new_tokens", 8,
+               "--agent", start, "--output", tmp_path / "candidates.jsonl")
+    run_script("train_critic.py", "--episodes", toy_episodes, "--pairs", "all", "--model", start,
+               *training, "--output", critic, "--candidates", tmp_path / "candidates.jsonl")
+    run_script("train_policy.py", "--candidates", critic / "ranked.jsonl", "--model", start,
+               *training, "--output", policy)
+    run_script("collect.py", "--tasks", "toy:backend:test", "--num_tasks", 2, "--samples_per_task",
+               1, "--max_new_tokens", 8, "--agent", policy, "--output", tmp_path / "test.jsonl")
+    for episode in read_episodes(tmp_path / "test.jsonl"):
+        assert not episode["error"] and episode["agent_prompt"] == "Ask, then answer."
+
+
 @pytest.mark.parametrize("ranker", ["true credit", "random", "value"])
 def test_the_policy_learns_from_whoever_ranks(episodes, tmp_path, ranker):
     candidates, ranked = tmp_path / "candidates.jsonl", tmp_path / "ranked.jsonl"
