@@ -91,7 +91,8 @@ def refuse_flag(args, name, reason):
 
 
 # what may differ in a command that resumes a run: the result is the same but for rounding
-COST_FLAGS = ("packed", "micro_batch_size", "checkpointing_every", "reshard", "save_minutes")
+COST_FLAGS = ("packed", "micro_batch_size", "checkpointing_every", "reshard", "reduce_once",
+              "save_minutes")
 
 
 def machine_flags(parser):
@@ -108,6 +109,9 @@ def machine_flags(parser):
                        " none (default: 1 on GPUs, 0 on CPUs)")
     group.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True,
                        help="free a layer's gathered weights between forward and backward")
+    group.add_argument("--reduce_once", action="store_true",
+                       help="reduce gradients over ranks once a step, not once a micro-batch; until"
+                       " then, each GPU holds those of all weights, 4 bytes a parameter")
     group.add_argument("--save_minutes", type=float, default=20,
                        help="minutes between saved training states")
     group.add_argument("--max_steps", type=int,

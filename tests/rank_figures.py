@@ -86,7 +86,7 @@ def step(model, optimizer, batch, run):
 def main(args):
     process = join_processes(training=True)
     run = types.SimpleNamespace(process=process, rank=process.rank, world=process.world,
-                                device=process.device)
+                                device=process.device, reduce_once=args.reduce_once, model=None)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         num_hidden_layers=args.layers, hidden_size=args.width, intermediate_size=4 * args.width,
@@ -96,6 +96,7 @@ def main(args):
         model = add_matrices(model.to(torch.bfloat16),
                              LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
     shard(model, run, args)
+    run.model = model
     batch = [pair(args.tokens) for _ in range(args.batch_size)]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
     with StepFigures(model) as figures:
@@ -127,6 +128,7 @@ def parse_args(argv=None):
     parser.add_argument("--lora_rank", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--reduce_once", action="store_true")
     return parser.parse_args(argv)
 
 

@@ -35,7 +35,7 @@ def training(path, model, output, *more):
 def test_ranks_share_a_batch_in_as_many_parts_and_each_entry_counts_once(world, size, count):
     batch, parts, counted = list(range(count)), set(), []
     for rank in range(world):
-        run = types.SimpleNamespace(rank=rank, world=world)
+        run = types.SimpleNamespace(rank=rank, world=world, reduce_once=False)
         mine = list(Run.share(run, batch, size))
         parts.add(len(mine))
         assert all(part and len(part) <= size for part, _ in mine)
@@ -92,6 +92,16 @@ def test_neither_resharding_nor_recomputation_changes_loss_and_gradient():
     assert kept["collectives"]["_allgather_base_"] == 5 < plain["collectives"]["_allgather_base_"]
     assert kept["loss"] == plain["loss"]
     assert kept["gradient"] == pytest.approx(plain["gradient"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_reduced_once_a_step_are_those_reduced_with_each_micro_batch():
+    plain = figures("--batch_size", 6, ranks=2)[0]
+    once = figures("--batch_size", 6, "--reduce_once", ranks=2)[0]
+    assert plain["collectives"]["_reduce_scatter_base_"] == 15  # three pairs a rank
+    assert once["collectives"]["_reduce_scatter_base_"] == 5
+    assert once["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert once["gradient"] == pytest.approx(plain["gradient"], rel=1e-5)
 
 
 def run_of(process):
