@@ -84,8 +84,10 @@ def compute_dtype(device, dtype=None):
 
 
 def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, merged=False,
-               **options):
+               move=True, **options):
     """A transformers model, from safetensors only; what cannot be opened is named.
+
+    Unless `move` is true, it stays in host memory, mapped from its files.
 
     In bf16, the matrices of a LoRA checkpoint are beside its weights, unless `merged` is true.
     """
@@ -120,7 +122,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
             " checkpoint of one architecture; train it again or choose another")
     if apart:
         model = take_apart(model, path, torch.bfloat16)
-    return model.to(device)
+    return model.to(device) if move else model
 
 
 # -----------------------------------------------------------------------------
@@ -134,15 +136,14 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
     type that models compute in.
     """
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
-    dtype = args.dtype if args.lora_rank else "auto"
-    model = load_model(args.model, run.device, auto_class, dtype=dtype, **options)
     if args.lora_rank:
+        model = load_model(args.model, run.device, auto_class, dtype=args.dtype, **options)
         alpha = args.lora_alpha or 2 * args.lora_rank
         add_matrices(model, LoraSettings(args.lora_rank, alpha, LINEAR_LAYERS))
         if hasattr(model, "score"):
             model.score.float().requires_grad_()
-    else:
-        model.float()
+    else:  # as it is stored: `shard` makes it fp32 and moves it, layer by layer
+        model = load_model(args.model, run.device, auto_class, dtype="auto", move=False, **options)
     # transformers gives the pad token's embedding no gradient; where that token is a real one, too
     # (many models' end of text), it has to learn. Padding never reaches a loss here
     model.get_input_embeddings().padding_idx = None
@@ -152,7 +153,10 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
 
 
 def shard(model, run, args):
-    """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place."""
+    """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place.
+
+    Layer by layer: no GPU ever holds the weights of the whole model, in fp32 or in any type.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -169,15 +173,24 @@ def shard(model, run, args):
     run.process.barrier()  # nodes load at different speeds; from here on, no rank waits long
     dtype = compute_dtype(run.device, args.dtype)
     if run.world == 1 and run.device == "cpu" and dtype == "float32":
+        make_fp32(model.parameters())
         return  # nothing to share, and DTensors would slow small models down
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     mesh = DeviceMesh.from_group(run.process.group, run.device.split(":")[0])
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     ignored = frozen if run.world == 1 else None  # there is nothing to share: no copies of LoRA's
     for layer in layers:
+        make_fp32(layer.parameters())
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard,
                     ignored_params=ignored)
+    make_fp32(set(model.parameters()) - set(layers.parameters()))
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+
+
+def make_fp32(parameters):
+    for parameter in parameters:
+        if parameter.requires_grad:  # LoRA's frozen ones keep their type
+            parameter.data = parameter.data.float()
 
 
 # -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ train_critic.turn_logprobs = packed.turn_logprobs  # as --packed does
 class StepFigures(TorchDispatchMode):
     """Counts collectives, and the bytes of all storages that are alive where most may be."""
 
-    PEAKS = "aten::mm", "aten::exp", "aten::mul.Tensor"
+    PEAKS = "aten::mm", "aten::exp", "aten::mul.Tensor", "aten::_to_copy"
 
     def __init__(self, model):
         super().__init__()
@@ -91,11 +91,11 @@ def main(args):
     model = LlamaForCausalLM(LlamaConfig(
         num_hidden_layers=args.layers, hidden_size=args.width, intermediate_size=4 * args.width,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=args.vocabulary,
-        pad_token_id=0)).train()
+        pad_token_id=0)).train().to(torch.bfloat16)  # as checkpoints are stored
     if args.lora_rank:
-        model = add_matrices(model.to(torch.bfloat16),
-                             LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
-    shard(model, run, args)
+        model = add_matrices(model, LoraSettings(args.lora_rank, args.lora_rank, LINEAR_LAYERS))
+    with StepFigures(model) as loading:
+        shard(model, run, args)
     run.model = model
     batch = [pair(args.tokens) for _ in range(args.batch_size)]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
@@ -110,7 +110,7 @@ def main(args):
         "trained": sum(parameter.numel() for parameter in trained_parameters(model)),
         "collectives": figures.collectives,
         "peak": figures.peak, "bytes_per_parameter": figures.peak * process.world / parameters,
-        "loss": loss, "gradient": norm})
+        "loading": loading.peak / parameters, "loss": loss, "gradient": norm})
     if process.leads:  # lines of several ranks could run into one another
         print("\n".join(map(json.dumps, of_ranks)), flush=True)
     torch.distributed.destroy_process_group()
