@@ -496,7 +496,8 @@ def parse_args(argv=None):
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order and hold-out")
+    parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
+                        help="of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
     parser.add_argument("--ranked", needs="candidates",
                         help="where to write them (default: OUTPUT/ranked.jsonl)")

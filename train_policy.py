@@ -385,7 +385,8 @@ def parse_args(argv=None):
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order and pairs")
+    parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
+                        help="of data order and pairs")
     machine_flags(parser)
     args = parser.parse_args(argv)
     source = "candidates" if args.candidates else "episodes"

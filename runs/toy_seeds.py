@@ -11,6 +11,7 @@ ROOT has the same policy and seed, so that seeds may be run one by one, on sever
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def read_outcomes(root):
         for path in sorted(root.glob(f"[0-9]*/**/{name}.jsonl")):
             numbers = []
             for episode in read_episodes(path):
-                success = episode["success"]
-                numbers.append(round(episode["reward"] if success is None else float(success), 4))
+                number = episode["reward"] if episode["success"] is None else episode["success"]
+                numbers.append(math.nan if episode["error"] else round(float(number), 4))
             seed = path.relative_to(root).parts[0]
             found.setdefault(name, {})[seed] = numbers
     return found
@@ -96,7 +97,11 @@ def merge(old, new):
 
 def tabulate(outcomes):
     """(means, differences): name -> number with its interval, and the seeds that it is of."""
-    tasks = len(next(iter(outcomes["base"].values())))
+    counts = {len(numbers) for seeds in outcomes.values() for numbers in seeds.values()}
+    if len(counts) > 1:
+        raise SystemExit(f"found runs on {' and '.join(map(str, sorted(counts)))} test tasks,"
+                         " expected all on the same; give another --output")
+    tasks, = counts
     generator = numpy.random.default_rng(0)
     task_draws = draw_counts(generator, tasks, DRAWS)
 
@@ -112,8 +117,8 @@ def tabulate(outcomes):
     for left, right in pairs:
         seeds = outcomes.get(left, {}).keys() & outcomes.get(right, {}).keys()
         if seeds:  # an ablation may have fewer than others
-            draws = draw_counts(generator, len(seeds), DRAWS)
-            found = compare(runs(left, seeds), runs(right, seeds), draws, draws, task_draws)
+            draws = [draw_counts(generator, len(seeds), DRAWS) for _ in range(2)]
+            found = compare(runs(left, seeds), runs(right, seeds), *draws, task_draws)
             differences[f"{left} - {right}"] = found["difference"] | {"seeds": sorted(seeds)}
     return means, differences
 

@@ -26,7 +26,9 @@ LIMITS = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Names the flag that a mistyped one is closest to; refuses what is out of limits or no use."""
+    """Names the flag that a mistyped one is closest to; refuses numbers outside their limits
+    and flags without effect.
+    """
 
     def __init__(self, description):
         self.limits, self.needs = {}, {}  # flag -> its limits; -> the flag that it needs
@@ -64,7 +66,7 @@ class FlagParser(argparse.ArgumentParser):
             kept = all(LIMITS[word][1](value, limit) for word, limit in limits.items())
             if not kept or not math.isfinite(value):
                 words = " and ".join(f"{LIMITS[word][0]} {limit}" for word, limit in limits.items())
-                raise SystemExit(f"found --{name} {value}, expected a number of {words}")
+                raise SystemExit(f"found --{name} {value}, expected a finite number, {words}")
         for name, needed in self.needs.items():
             if not getattr(args, needed):
                 self.refuse_ignored(args, [name], f"without --{needed}")

@@ -137,7 +137,8 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
     """
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
     if args.lora_rank:
-        model = load_model(args.model, run.device, auto_class, dtype=args.dtype, **options)
+        model = load_model(args.model, run.device, auto_class, dtype=args.dtype,
+                           move=run.world == 1, **options)
         alpha = args.lora_alpha or 2 * args.lora_rank
         add_matrices(model, LoraSettings(args.lora_rank, alpha, LINEAR_LAYERS))
         if hasattr(model, "score"):
@@ -177,8 +178,9 @@ def shard(model, run, args):
         return  # nothing to share, and DTensors would slow small models down
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     mesh = DeviceMesh.from_group(run.process.group, run.device.split(":")[0])
-    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
-    ignored = frozen if run.world == 1 else None  # there is nothing to share: no copies of LoRA's
+    ignored = None
+    if args.lora_rank and run.world == 1:  # FSDP would only copy the frozen weights
+        ignored = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for layer in layers:
         make_fp32(layer.parameters())
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard,

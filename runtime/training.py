@@ -47,7 +47,7 @@ class Run:
         claim_output(self.output / "run.json", vars(args), [*inputs, *records(*checkpoints)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
-        self.reduce_once, self.model = args.reduce_once, None
+        self.reduce_once, self.model = args.reduce_once and self.world > 1, None
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
         self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step
         self.planned = self.last = 0  # steps of the whole training, and of this run

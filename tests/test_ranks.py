@@ -18,7 +18,8 @@ from runtime.processes import Process
 from runtime.training import Run
 
 ALONE = Process(0, 1, "cpu")
-MACHINE = types.SimpleNamespace(dtype=None, checkpointing_every=None, reshard=True)
+MACHINE = types.SimpleNamespace(
+    dtype=None, checkpointing_every=None, reshard=True, lora_rank=0)
 
 
 def training(path, model, output, *more):
@@ -250,7 +251,7 @@ def test_a_rank_that_is_done_ends_with_a_sentence_if_the_leader_fails_after_it(t
 def test_the_pad_token_learns_where_it_is_a_real_one(tiny):
     from runtime.models import open_to_train
 
-    args = types.SimpleNamespace(**vars(MACHINE), model=tiny(), seed=0, lora_rank=0)
+    args = types.SimpleNamespace(**vars(MACHINE), model=tiny(), seed=0)
     model = open_to_train(args, run_of(ALONE))
     token = byte_tokenizer().pad_token_id
     ids = torch.tensor([[5, token, 7, token, 9]])

@@ -38,7 +38,7 @@ class World(typing.NamedTuple):
     are needed at most, and the answer. docs/measured.md says what other worlds give.
     """
 
-    topics: int = 64  # 800 tasks are some twelve of each: too few to learn a topic from outcomes
+    topics: int = 64  # 500 tasks are some eight of each: too few to learn a topic from outcomes
     details: int = 10  # half of what can be asked is useful. Of 3 in 16, most pairs are ties
     likely: int = 5  # details that a topic makes likely: what a policy can learn of it
     needed: tuple = (4, 5)  # details that a task needs: one right question decides nothing

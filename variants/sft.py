@@ -99,7 +99,8 @@ def parse_args(argv=None):
                         help="dialogues per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order")
+    parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
+                        help="of data order")
     machine_flags(parser)
     return parser.parse_args(argv)
 

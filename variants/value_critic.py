@@ -36,7 +36,7 @@ from colbench import (
 from runtime.flags import FlagParser, machine_flags
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train,
-    refuse_changing_positions)
+    refuse_changing_positions, refuse_quantised)
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, read_flags
 from runtime.training import Run
@@ -183,6 +183,7 @@ def train(args):
     run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
     if run.complete:
         return
+    refuse_quantised(args.model)
     refuse_changing_positions(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, failed = load_episodes(args.episodes)
@@ -335,7 +336,8 @@ def parse_args(argv=None):
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of data order and hold-out")
+    parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
+                        help="of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
     parser.add_argument("--ranked", needs="candidates",
                         help="where to write them (default: OUTPUT/ranked.jsonl)")
