@@ -14,7 +14,7 @@ It plays nothing and loads no model.
         --output runs/evaluation                                          # two seeds of each
 
 To change what is measured, edit `episode_numbers` and NUMBERS; how sure a number is, `interval`;
-when a difference is settled, `compare`; what is said about it, `verdict`.
+when a difference is settled, `compare`; what is said about it, runtime/verdict.py.
 
 Reads: episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`).
 Writes: results.json, and results.md with the tables that are printed. `python -m report` draws the
@@ -34,7 +34,8 @@ from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
-from runtime.text import harmless, markdown, with_interval
+from runtime.text import markdown
+from runtime.verdict import all_tables, verdict
 
 # -----------------------------------------------------------------------------
 # From episodes to a number for each task
@@ -224,8 +225,10 @@ def score(policies, leak_threshold=0.5, draws=2000, seed=0):
                     for episode in episodes if not episode["error"])
     unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
-    results = {"domain": domain, "tasks": len(task_ids), "in_tokens": in_tokens, "draws": draws,
-               "seed": seed, "leak_threshold": leak_threshold, "unsolvable": len(unsolvable),
+    metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
+    results = {"domain": domain, "metric": metric, "columns": columns_of(domain, in_tokens),
+               "in_tokens": in_tokens, "tasks": len(task_ids), "draws": draws, "seed": seed,
+               "leak_threshold": leak_threshold, "unsolvable": len(unsolvable),
                "policies": {}, "pairs": [], "leads": []}
 
     generator = numpy.random.default_rng(seed)
@@ -252,10 +255,21 @@ def score(policies, leak_threshold=0.5, draws=2000, seed=0):
     for name in others:
         add_comparison("pairs", name, first, "success")
         add_comparison("pairs", name, first, "reward")
-    ranking = ranked_policies(results)
-    for name in ranking[1:]:
-        add_comparison("leads", ranking[0], name, main_metric(results))
+    achieved = {name: policy["numbers"][metric] for name, policy in results["policies"].items()
+                if policy["numbers"][metric]}
+    results["ranking"] = sorted(achieved, key=lambda name: -achieved[name]["value"])
+    for name in results["ranking"][1:]:
+        add_comparison("leads", results["ranking"][0], name, metric)
     return results
+
+
+def columns_of(domain, in_tokens):
+    """Key -> [heading, factor] of each number, as this domain has them."""
+    columns = {key: list(column) for key, column in NUMBERS.items()}
+    columns["reward"][0] = DOMAINS[domain].reward_heading
+    if not in_tokens:
+        columns["tokens"][0] = "Agent words"
+    return columns
 
 
 def facts_of(policy):
@@ -276,162 +290,6 @@ def limits_of(key, domain):
     if key in ("turns", "tokens") or (key == "reward" and DOMAINS[domain].logged):
         return None
     return SHARE
-
-
-def main_metric(results):
-    """The number that decides who is better: success, or the reward where there is no success."""
-    return "success" if DOMAINS[results["domain"]].has_success else "reward"
-
-
-def ranked_policies(results):
-    """The names of the policies with the main number, the best first."""
-    numbers = {name: policy["numbers"][main_metric(results)]
-               for name, policy in results["policies"].items()}
-    names = [name for name, number in numbers.items() if number]
-    return sorted(names, key=lambda name: numbers[name]["value"], reverse=True)
-
-
-# -----------------------------------------------------------------------------
-# Who won
-
-
-def verdict(results):
-    """Sentences: the best policy against the next best, then the others, then what to beware of."""
-    return [*who_won(results), *cautions(results)]
-
-
-def who_won(results):
-    achieved = {name: achievement(name, results) for name in ranked_policies(results)}
-    of_what = "of the tasks"
-    if main_metric(results) == "reward":
-        of_what = f"({heading('reward', results)})"
-    if not achieved:
-        return ["No policy has an episode without an error, so there is nothing to compare."]
-    if not results["leads"]:
-        return [f"{achieved[name]} {of_what}." for name in results["policies"] if name in achieved]
-    lead, *others = results["leads"]
-    best, second = lead["policy"], lead["against"]
-    points = with_interval(lead["difference"], 100, " points")
-    if lead["tasks"] < results["tasks"]:
-        points += f" on the tasks that both finished ({lead['tasks']})"
-    if is_ahead(lead):
-        sentences = [f"{best} wins: {achieved[best]} {of_what}, {points} more than {second}, the"
-                     " next best."]
-    else:
-        sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
-                     f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
-    clauses = []
-    for lead in others:
-        clause = f"{lead['against']} by {with_interval(lead['difference'], 100, ' points')}"
-        if not is_ahead(lead):
-            clause += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
-        clauses.append(clause)
-    if clauses:
-        sentences.append(f"{best} leads {'; '.join(clauses)}.")
-    return sentences
-
-
-def achievement(name, results):
-    """Such as "sweet solves 56.8 % [53.7, 59.9]"."""
-    metric = main_metric(results)
-    number = results["policies"][name]["numbers"][metric]
-    if metric == "success":
-        return f"{name} solves {with_interval(number, 100, ' %')}"
-    return f"{name} reaches {with_interval(number, 100)}"
-
-
-def is_ahead(lead):
-    """Whether the policy with the best mean is settled to be better on the tasks both finished.
-
-    That mean can be the best because an error kept the policy from the harder tasks.
-    """
-    return lead["settled"] and lead["difference"]["value"] > 0
-
-
-def cautions(results):
-    """Sentences on what makes the numbers mean less than they seem to."""
-    sentences = []
-    if results["unsolvable"]:
-        sentences.append(f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by"
-                         " their own solution; these count as not solved.")
-    for name, policy in results["policies"].items():
-        if policy["errors"]:
-            reason, _ = policy["errors"].most_common(1)[0]
-            reason = harmless(" ".join(reason.split()))[:300]
-            sentences.append(f"An error stopped {policy['errors'].total()} of {policy['episodes']}"
-                             f" dialogues of {name}, which count nowhere else; the most frequent:"
-                             f" {reason}")
-    silent = []
-    for name, policy in results["policies"].items():
-        number = policy["numbers"]["no_answer"]
-        if number and number["value"] > 0.5:
-            silent.append(f"{name} {100 * number['value']:.0f} %")
-    if silent:
-        sentences.append("More than half of the episodes end without an answer"
-                         f" ({', '.join(silent)}): success says little about the answers there.")
-    humans = {harmless(human) for policy in results["policies"].values()
-              for human in policy["humans"]}
-    if len(humans) > 1:
-        sentences.append("The dialogues were held with different humans"
-                         f" ({', '.join(sorted(humans))}), so differences between policies may be"
-                         " due to them.")
-    return sentences
-
-
-# -----------------------------------------------------------------------------
-# Tables: rows of texts, the headings first
-
-
-def heading(key, results):
-    if key == "reward":
-        return DOMAINS[results["domain"]].reward_heading
-    if key == "tokens" and not results["in_tokens"]:
-        return "Agent words"
-    return NUMBERS[key][0]
-
-
-def policy_table(results):
-    """A policy a row; a column for the main number and for those that are not zero for all."""
-    policies, metric = results["policies"], main_metric(results)
-    keys = []
-    for key in NUMBERS:
-        found = [policy["numbers"][key] for policy in policies.values() if policy["numbers"][key]]
-        if any(number["value"] for number in found) or (found and key == metric):
-            keys.append(key)
-    if "leaking" not in keys and "clean_success" in keys:
-        keys.remove("clean_success")  # it is the success
-    rows = [["Policy", "Tasks", "Episodes", *(heading(key, results) for key in keys)]]
-    for name, policy in policies.items():
-        counts = [f"{count:,}" for count in (results["tasks"], policy["episodes"])]
-        cells = [with_interval(policy["numbers"][key], NUMBERS[key][1]) for key in keys]
-        rows.append([name, *counts, *cells])
-    return rows
-
-
-def pair_table(results):
-    """A comparison with the first policy a row, those of the main number first."""
-    rows = [["Comparison", "Number", "Difference", "Settled", "Won / lost / tied", "Win rate %",
-             "Sign test p"]]
-    metric = main_metric(results)
-    for pair in sorted(results["pairs"], key=lambda pair: pair["metric"] != metric):
-        ties = pair["tasks"] - pair["wins"] - pair["losses"]
-        rows.append([
-            f"{pair['policy']} − {pair['against']}",
-            heading(pair["metric"], results),
-            with_interval(pair["difference"], 100, sign="+"),
-            "yes" if pair["settled"] else "no",
-            f"{pair['wins']} / {pair['losses']} / {ties}",
-            with_interval(pair["win_rate"], 100),
-            f"{pair['sign_test_p']:.2g}",
-        ])
-    return rows
-
-
-def all_tables(results):
-    tables = [policy_table(results)]
-    if results["pairs"]:
-        tables.append(pair_table(results))
-    return tables
 
 
 # -----------------------------------------------------------------------------

@@ -17,13 +17,14 @@ it looks, report/page.html; what the page holds, report/page.py.
 import sys
 from pathlib import Path
 
-from evaluate import all_tables, named_files, read_policies, score, verdict
+from evaluate import named_files, read_policies, score
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
 from report.training import open_critic, read_training, training_sentences
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
+from runtime.verdict import all_tables, verdict
 
 
 def main(args):

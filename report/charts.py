@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 import numpy
 
 from colbench import DOMAINS, lacks_answer
-from evaluate import heading, main_metric
+from runtime.verdict import heading
 from judge.sandbox import SOLUTION_FAILED
 
 # What a turn can be, as toy_credit names it; the last is ours
@@ -42,12 +42,12 @@ def result_charts(results, episodes):
         endings = {name: [ending(episode) for episode in found]
                    for name, found in episodes.items()}
         charts.append(stack("How episodes end, %", "episodes", ENDINGS, endings))
-    return charts + turn_limit_chart(sound, main_metric(results))
+    return charts + turn_limit_chart(sound, results["metric"])
 
 
 def metric_chart(results):
     """The number that decides who won, with its interval; a share has the whole range as axis."""
-    metric = main_metric(results)
+    metric = results["metric"]
     rows = []
     for name, policy in results["policies"].items():
         number = policy["numbers"][metric]

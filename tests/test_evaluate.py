@@ -12,6 +12,7 @@ from conftest import ROOT
 
 import evaluate
 from colbench import load_episodes
+from runtime.verdict import policy_table
 
 
 def draws(runs, tasks, count=2000):
@@ -434,7 +435,7 @@ def test_the_table_has_a_line_for_each_policy_and_no_column_that_is_zero_for_all
 def test_the_main_number_is_shown_even_if_it_is_zero_for_every_policy(tmp_path):
     for domain, heading in (("backend", "Success %"), ("frontend", "Similarity × 100")):
         rows = [episode(task, reward=0.0, domain=domain) for task in range(2)]
-        assert heading in evaluate.policy_table(evaluated(tmp_path, p=rows))[0]
+        assert heading in policy_table(evaluated(tmp_path, p=rows))[0]
 
 
 def test_markdown_survives_a_pipe_in_a_name_and_is_aligned():

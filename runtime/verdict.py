@@ -1,0 +1,138 @@
+"""What evaluate.py says of its results: who won, what to beware of, and tables."""
+
+from runtime.text import harmless, with_interval
+
+
+def verdict(results):
+    """Sentences: the best policy against the next best, then the others, then what to beware of."""
+    return [*who_won(results), *cautions(results)]
+
+
+def who_won(results):
+    achieved = {name: achievement(name, results) for name in results["ranking"]}
+    of_what = "of the tasks"
+    if results["metric"] == "reward":
+        of_what = f"({heading('reward', results)})"
+    if not achieved:
+        return ["No policy has an episode without an error, so there is nothing to compare."]
+    if not results["leads"]:
+        return [f"{achieved[name]} {of_what}." for name in results["policies"] if name in achieved]
+    lead, *others = results["leads"]
+    best, second = lead["policy"], lead["against"]
+    points = with_interval(lead["difference"], 100, " points")
+    if lead["tasks"] < results["tasks"]:
+        points += f" on the tasks that both finished ({lead['tasks']})"
+    if is_ahead(lead):
+        sentences = [f"{best} wins: {achieved[best]} {of_what}, {points} more than {second}, the"
+                     " next best."]
+    else:
+        sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
+                     f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
+    clauses = []
+    for lead in others:
+        clause = f"{lead['against']} by {with_interval(lead['difference'], 100, ' points')}"
+        if not is_ahead(lead):
+            clause += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
+        clauses.append(clause)
+    if clauses:
+        sentences.append(f"{best} leads {'; '.join(clauses)}.")
+    return sentences
+
+
+def achievement(name, results):
+    """Such as "sweet solves 56.8 % [53.7, 59.9]"."""
+    metric = results["metric"]
+    number = results["policies"][name]["numbers"][metric]
+    if metric == "success":
+        return f"{name} solves {with_interval(number, 100, ' %')}"
+    return f"{name} reaches {with_interval(number, 100)}"
+
+
+def is_ahead(lead):
+    """Whether the policy with the best mean is settled to be better on the tasks both finished.
+
+    That mean can be the best because an error kept the policy from the harder tasks.
+    """
+    return lead["settled"] and lead["difference"]["value"] > 0
+
+
+def cautions(results):
+    """Sentences on what makes the numbers mean less than they seem to."""
+    sentences = []
+    if results["unsolvable"]:
+        sentences.append(f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by"
+                         " their own solution; these count as not solved.")
+    for name, policy in results["policies"].items():
+        if policy["errors"]:
+            reason, _ = policy["errors"].most_common(1)[0]
+            reason = harmless(" ".join(reason.split()))[:300]
+            sentences.append(f"An error stopped {policy['errors'].total()} of {policy['episodes']}"
+                             f" dialogues of {name}, which count nowhere else; the most frequent:"
+                             f" {reason}")
+    silent = []
+    for name, policy in results["policies"].items():
+        number = policy["numbers"]["no_answer"]
+        if number and number["value"] > 0.5:
+            silent.append(f"{name} {100 * number['value']:.0f} %")
+    if silent:
+        sentences.append("More than half of the episodes end without an answer"
+                         f" ({', '.join(silent)}): success says little about the answers there.")
+    humans = {harmless(human) for policy in results["policies"].values()
+              for human in policy["humans"]}
+    if len(humans) > 1:
+        sentences.append("The dialogues were held with different humans"
+                         f" ({', '.join(sorted(humans))}), so differences between policies may be"
+                         " due to them.")
+    return sentences
+
+
+# -----------------------------------------------------------------------------
+# Tables: rows of texts, the headings first
+
+
+def heading(key, results):
+    return results["columns"][key][0]
+
+
+def policy_table(results):
+    """A policy a row; a column for the main number and for those that are not zero for all."""
+    policies, metric = results["policies"], results["metric"]
+    keys = []
+    for key in results["columns"]:
+        found = [policy["numbers"][key] for policy in policies.values() if policy["numbers"][key]]
+        if any(number["value"] for number in found) or (found and key == metric):
+            keys.append(key)
+    if "leaking" not in keys and "clean_success" in keys:
+        keys.remove("clean_success")  # it is the success
+    rows = [["Policy", "Tasks", "Episodes", *(heading(key, results) for key in keys)]]
+    for name, policy in policies.items():
+        counts = [f"{count:,}" for count in (results["tasks"], policy["episodes"])]
+        cells = [with_interval(policy["numbers"][key], results["columns"][key][1]) for key in keys]
+        rows.append([name, *counts, *cells])
+    return rows
+
+
+def pair_table(results):
+    """A comparison with the first policy a row, those of the main number first."""
+    rows = [["Comparison", "Number", "Difference", "Settled", "Won / lost / tied", "Win rate %",
+             "Sign test p"]]
+    metric = results["metric"]
+    for pair in sorted(results["pairs"], key=lambda pair: pair["metric"] != metric):
+        ties = pair["tasks"] - pair["wins"] - pair["losses"]
+        rows.append([
+            f"{pair['policy']} − {pair['against']}",
+            heading(pair["metric"], results),
+            with_interval(pair["difference"], 100, sign="+"),
+            "yes" if pair["settled"] else "no",
+            f"{pair['wins']} / {pair['losses']} / {ties}",
+            with_interval(pair["win_rate"], 100),
+            f"{pair['sign_test_p']:.2g}",
+        ])
+    return rows
+
+
+def all_tables(results):
+    tables = [policy_table(results)]
+    if results["pairs"]:
+        tables.append(pair_table(results))
+    return tables
