@@ -23,7 +23,6 @@ To change the rules of a dialogue, edit `split_message`; what a party is told, t
 what a task is, DOMAINS. `import colbench` needs the standard library alone.
 """
 
-import argparse
 import base64
 import difflib
 import hashlib
@@ -39,7 +38,6 @@ from runtime.checks import (
     NUMBER, check_history, check_keys, check_lists, expect, without_nulls)
 from runtime.files import ResumableJsonl, read_jsonl
 from runtime.templates import UnnestedTemplate, end_of_turn, render
-from runtime.text import harmless
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -700,55 +698,8 @@ def encode_prompt(tokenizer, messages):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="grade every solution against itself; exit status 1"
-                                " if a task cannot be solved in full")
-    check.add_argument("tasks", help="task file")
-    check.add_argument("--judge", choices=("fixed", "official"), default="fixed",
-                       help="grading semantics")
-    check.add_argument("--require_protection", action="store_true",
-                       help="refuse if the sandbox lacks a protection")
-    load = commands.add_parser("import", help="make episodes of official trajectories or of logs")
-    load.add_argument("file", help="JSONL: the official trajectories, or one object a line with"
-                      " `messages` and `reward`")
-    load.add_argument("--output", required=True, help="EPISODES.jsonl to write")
-    load.add_argument("--agent_prompt", help="file with the instructions that the agent had, where"
-                      " the file omits them (default: ours; of logs none)")
-    show = commands.add_parser("show", help="print dialogues to read")
-    show.add_argument("episodes", help="file of episodes")
-    show.add_argument("task", nargs="?", help="task_id of the one task to show, or its number from"
-                      " 1 on (default: all)")
-    convert = commands.add_parser("websight", help="turn WebSight rows into frontend tasks")
-    convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
-    convert.add_argument("train", help="task file for the first 10,000 rows")
-    convert.add_argument("test", nargs="?", help="task file for the rows after them")
-    args = parser.parse_args(argv)
-    try:
-        run_command(args)
-    except OSError as error:
-        raise SystemExit(f"The disk or a file failed: {error}; expected files that can be read and"
-                         " folders that can be written to") from None
-
-
-def run_command(args):
-    """The bodies are elsewhere: `import colbench` needs none of them."""
-    if args.command == "check":
-        from judge.check import check_tasks
-        tasks = read_tasks(args.tasks)
-        if not check_tasks(args.tasks, tasks, one_domain(tasks).check, args.judge,
-                           args.require_protection, harmless):
-            raise SystemExit(1)  # the table above says why
-    elif args.command == "import":
-        from convert.logs import import_command
-        import_command(args)
-    elif args.command == "show":
-        from report.show import show_command
-        show_command(args)
-    else:
-        from convert.websight import websight
-        websight(args.rows, args.train, args.test)
+    from convert.commands import main  # `import colbench` needs none of it
+    main(__doc__, argv)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ ROOMS = ["judge", "runtime", "colbench", "convert", "toy", "speakers", "collect"
 FOLDERS = ("judge", "runtime", "convert", "toy", "speakers", "fast", "variants", "report")
 SCRIPTS = ["collect", "train_critic", "train_policy", "evaluate"]
 # inside functions: one line that swaps in a plug-in, commands, a leaf that is run as a script
-LATE = {("colbench", "convert.logs"), ("colbench", "convert.websight"),
-        ("colbench", "report.show"), ("train_critic", "fast.packed"),
+LATE = {("colbench", "convert.commands"), ("convert.commands", "report.show"),
+        ("train_critic", "fast.packed"),
         ("train_policy", "fast.packed"), ("toy.credit", "train_policy"),
         ("toy.make_base", "train_critic")}
 SELF_CONTAINED = ["judge.sandbox", "judge.handle", "judge.worker", "judge.values", "judge.calls",
