@@ -20,8 +20,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 # how the limit of a number is called -> (what a message says, whether a value keeps it)
 LIMITS = {
-    "least": ("at least", operator.ge), "above": ("above", operator.gt),
-    "most": ("at most", operator.le), "below": ("below", operator.lt),
+    "least": ("of at least", operator.ge), "above": ("above", operator.gt),
+    "most": ("of at most", operator.le), "below": ("below", operator.lt),
 }
 
 
@@ -66,7 +66,7 @@ class FlagParser(argparse.ArgumentParser):
             kept = all(LIMITS[word][1](value, limit) for word, limit in limits.items())
             if not kept or not math.isfinite(value):
                 words = " and ".join(f"{LIMITS[word][0]} {limit}" for word, limit in limits.items())
-                raise SystemExit(f"found --{name} {value}, expected a finite number, {words}")
+                raise SystemExit(f"found --{name} {value}, expected a number {words}")
         for name, needed in self.needs.items():
             if not getattr(args, needed):
                 self.refuse_ignored(args, [name], f"without --{needed}")
