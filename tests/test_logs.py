@@ -62,7 +62,7 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(t
         if "--agent" in words:
             words += ["--max_new_tokens", "8", "--num_candidates", "4"]
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True,
-                              text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+                              text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "<html" in (tmp_path / "report.html").read_text()
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
