@@ -21,7 +21,7 @@ if [ "$DOMAIN" = backend ]; then
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 1e-4)
   POLICY=(--batch_size 64 --lr 1e-3 --epochs 2) # four pairs a state
-  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 12 --lr 1e-3 --epochs 6)
+  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 12 --lr 2e-3 --epochs 6)
   MTDPO+=(--beta 0.3 --nll 10)
   RFT=(--lr 2e-3 --epochs 12)
 else
