@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 import numpy
 
 from colbench import DOMAINS, lacks_answer
-from runtime.verdict import heading
 from judge.sandbox import SOLUTION_FAILED
+from runtime.verdict import heading
 
 # What a turn can be, as toy_credit names it; the last is ours
 HELPFUL_TURNS = ("useful question", "right answer")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import read_episodes  # noqa: E402
 from evaluate import score  # noqa: E402
-from runs.toy_seeds import credit_aucs, table_parser  # noqa: E402
+from runs.toy_seeds import credit_metrics, table_parser  # noqa: E402
 
 POLICIES = ("base", "rft", "sweet", "sweet_positive_vs_negative", "sweet_no_privileged")
 CELL = ("world", "tasks")
@@ -58,8 +58,7 @@ def score_seed(folder):
     success = {name: results["policies"][name]["success_by_seed"][0] for name in POLICIES}
     aucs = {}
     for name, critic in CRITICS.items():
-        metrics, = credit_aucs([folder / critic / "metrics.jsonl"])
-        aucs[name] = metrics["credit_auc/all"]
+        aucs[name] = credit_metrics(folder / critic / "metrics.jsonl")["credit_auc/all"]
     return {"success": success, "credit_auc": aucs}
 
 

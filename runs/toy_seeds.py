@@ -71,23 +71,19 @@ def read_aucs(root):
     found = {}
     for name, critic in CRITICS.items():
         for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl")):
-            last, = credit_aucs([path])
+            last = credit_metrics(path)
             if last:  # pages have no credit
                 found.setdefault(name, {})[path.relative_to(root).parts[0]] = last
     return found
 
 
-def credit_aucs(paths):
-    """For each critic's metrics.jsonl, the last value of all that starts with credit_auc or halves.
-    """
-    found = []
-    for path in paths:
-        last = {}
-        for _, metrics in read_jsonl(path):
-            last |= {key: value for key, value in metrics.items()
-                     if key.startswith(("credit_auc/", "halves/"))}
-        found.append(last)
-    return found
+def credit_metrics(path):
+    """The last value of each number of a critic's metrics.jsonl that true credit gave."""
+    last = {}
+    for _, metrics in read_jsonl(path):
+        last |= {key: value for key, value in metrics.items()
+                 if key.startswith(("credit_auc/", "halves/"))}
+    return last
 
 
 def merge(old, new):

@@ -34,12 +34,12 @@ class FlagParser(argparse.ArgumentParser):
         self.limits, self.needs = {}, {}  # flag -> its limits; -> the flag that it needs
         super().__init__(description=description, formatter_class=HelpFormatter)
 
-    def add_argument(self, *names, needs=None, **options):
+    def add_argument(self, *names, needs=None, group=None, **options):
         """Besides argparse's options, a number may have LIMITS, such as `least=1`; without the flag
-        `needs`, this one is refused, as it would do nothing.
+        `needs`, this one is refused, as it would do nothing. `group` is where --help lists it.
         """
         limits = {word: options.pop(word) for word in LIMITS if word in options}
-        action = super().add_argument(*names, **options)
+        action = (group or super()).add_argument(*names, **options)
         if limits:
             self.limits[action.dest] = limits
         if needs:
@@ -103,27 +103,22 @@ def machine_flags(parser):
     group = parser.add_argument_group("machine")
     group.add_argument("--packed", action="store_true",
                        help="compute what rows share once (fast/packed.py)")
-    group.add_argument("--micro_batch_size", type=int, default=1,
-                       help="pairs per forward and backward")
+    parser.add_argument("--micro_batch_size", type=int, least=1, default=1, group=group,
+                        help="pairs per forward and backward")
     add_dtype_flag(group)
-    group.add_argument("--checkpointing_every", type=int, metavar="N",
-                       help="recompute the activations of every N-th layer in the backward; 0: of"
-                       " none (default: 1 on GPUs, 0 on CPUs)")
+    parser.add_argument("--checkpointing_every", type=int, least=0, metavar="N", group=group,
+                        help="recompute the activations of every N-th layer in the backward; 0: of"
+                        " none (default: 1 on GPUs, 0 on CPUs)")
     group.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True,
                        help="free a layer's gathered weights between forward and backward")
     group.add_argument("--reduce_once", action="store_true",
                        help="reduce gradients over ranks once a step, not once a micro-batch; until"
                        " then, each GPU holds those of all weights, 4 bytes a parameter")
-    group.add_argument("--save_minutes", type=float, default=20,
-                       help="minutes between saved training states")
-    group.add_argument("--max_steps", type=int,
-                       help="stop after this many steps; a larger one resumes the run")
-    group.add_argument("--lora_rank", type=int, default=0,
-                       help="train matrices of this rank beside frozen layers (0: all weights)")
-    group.add_argument("--lora_alpha", type=float,
-                       help="their output is scaled by alpha / rank (default: twice the rank)")
-    parser.limits |= {
-        "micro_batch_size": {"least": 1}, "max_steps": {"least": 1}, "lora_rank": {"least": 0},
-        "checkpointing_every": {"least": 0}, "save_minutes": {"least": 0},
-        "lora_alpha": {"above": 0}}
-    parser.needs["lora_alpha"] = "lora_rank"
+    parser.add_argument("--save_minutes", type=float, least=0, default=20, group=group,
+                        help="minutes between saved training states")
+    parser.add_argument("--max_steps", type=int, least=1, group=group,
+                        help="stop after this many steps; a larger one resumes the run")
+    parser.add_argument("--lora_rank", type=int, least=0, default=0, group=group,
+                        help="train matrices of this rank beside frozen layers (0: all weights)")
+    parser.add_argument("--lora_alpha", type=float, above=0, needs="lora_rank", group=group,
+                        help="their output is scaled by alpha / rank (default: twice the rank)")

@@ -18,8 +18,7 @@ from runtime.names import check_checkpoint, why_not_opened
 def load_tokenizer(path, max_length=None):
     """A tokenizer; of a model that is to be trained on rows of up to `max_length` tokens."""
     if max_length:
-        refuse_quantised(path)
-        refuse_changing_positions(path, max_length)
+        refuse_untrainable(path, max_length)
     transformers.logging.disable_progress_bar()
     return load_part(transformers.AutoTokenizer, "the tokenizer", path)
 
@@ -38,21 +37,19 @@ def load_part(auto_class, name, path):
                          " expected a Hugging Face name or directory") from None
 
 
-def refuse_quantised(path):
-    """Its weights are integers, which no gradient can move."""
-    quantisation = getattr(load_config(path), "quantization_config", None)
+def refuse_untrainable(path, max_length):
+    """Refuse weights that are integers, which no gradient can move, and changing positions.
+
+    Some models encode all positions anew once a batch is longer than a limit. A row would then get
+    other log-probs beside a long one than alone, or in the reference pass.
+    """
+    config = load_config(path)
+    quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
         method = dict(quantisation).get("quant_method", "unknown")
         raise SystemExit(f"{path}: found a quantised model ({method}), expected floating-point"
                          " weights to train; give the model that it was made from")
-
-
-def refuse_changing_positions(path, max_length):
-    """Some models encode all positions anew once a batch is longer than a limit.
-
-    A row would then get other log-probs beside a long one than alone, or in the reference pass.
-    """
-    config = load_config(path).get_text_config()
+    config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ("dynamic", "longrope"):
         return
@@ -156,7 +153,7 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
 def shard(model, run, args):
     """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place.
 
-    Layer by layer: no GPU ever holds the weights of the whole model, in fp32 or in any type.
+    Layer by layer, so that of several GPUs none ever holds the weights of the whole model.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -69,7 +69,7 @@ class Run:
         """
         at_once = size * self.world
         for start in range(0, len(batch), at_once):
-            if self.reduce_once and hasattr(self.model, "set_requires_gradient_sync"):  # FSDP
+            if self.reduce_once and self.model is not None:  # several ranks, so FSDP has it
                 self.model.set_requires_gradient_sync(start + at_once >= len(batch))
             part = batch[start:start + at_once]
             first, last = (len(part) * rank // self.world for rank in (self.rank, self.rank + 1))

@@ -35,8 +35,7 @@ from colbench import (
     load_episodes, read_candidates, state_key)
 from runtime.flags import FlagParser, machine_flags
 from runtime.models import (
-    default_device, fp32_head, load_model, load_tokenizer, open_to_train,
-    refuse_changing_positions, refuse_quantised)
+    default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, read_flags
 from runtime.training import Run
@@ -183,8 +182,7 @@ def train(args):
     run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
     if run.complete:
         return
-    refuse_quantised(args.model)
-    refuse_changing_positions(args.model, args.max_length)
+    refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, failed = load_episodes(args.episodes)
     tasks = group_by_task(episodes)
