@@ -10,9 +10,7 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
   3. A judge gives the answer its reward. Model-written code and pages run in closed child
      processes alone: judge/.
   4. DOMAINS holds all that differs between functions and pages. A third domain is one more entry.
-  5. Every file has one reader, which checks each row: `read_tasks`, `read_episodes`,
-     `read_candidates`.
-  6. `encode_dialogue` turns a dialogue into token ids and says which agent turn each belongs to.
+  5. `encode_dialogue` turns a dialogue into token ids and says which agent turn each belongs to.
 
     python colbench.py check TASKS.jsonl            grade every solution against itself
     python colbench.py import FILE --output EPISODES.jsonl     official trajectories, or your logs
@@ -20,23 +18,19 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl     tasks from WebSight rows
 
 To change the rules of a dialogue, edit `split_message`; what a party is told, the prompts below;
-what a task is, DOMAINS. `import colbench` needs the standard library alone.
+what a task is, DOMAINS. formats/read.py reads files and checks every row.
+`import colbench` needs the standard library alone.
 """
 
 import base64
 import difflib
-import hashlib
-import math
 import re
 import typing
-from pathlib import Path
 
 from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge, check_solutions
-from runtime.checks import (
-    NUMBER, check_history, check_keys, check_lists, expect, without_nulls)
-from runtime.files import ResumableJsonl, read_jsonl
+from runtime.checks import expect, without_nulls
 from runtime.templates import UnnestedTemplate, end_of_turn, render
 
 # -----------------------------------------------------------------------------
@@ -403,204 +397,6 @@ def succeeded(episode):
 
 
 # -----------------------------------------------------------------------------
-# Files: each kind has one reader, which checks every row against one table
-
-TASK_KEYS = {"problem_description": str, "ground_truth": str}
-EPISODE_KEYS = {"task": dict, "dialogue_history": list}
-# these may be missing or null
-EPISODE_OPTIONS = {
-    "sample": int, "answer": str, "reward": NUMBER, "success": bool, "reasons": dict,
-    "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str, "agent_tokens": int,
-    "max_turns": int, "seed": int, "error": str, "advantages": list, "credits": list,
-}
-STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
-CANDIDATE_KEYS = {"candidates": list, "finished": list}
-RANKED_KEYS = CANDIDATE_KEYS | {"advantages": list, "ranker": str}
-CANDIDATE_OPTIONS = {"agent_prompt": str, "max_turns": int, "error": str}
-
-
-def complete_task(row, where="task"):
-    """A task with every field filled in; unknown keys stay.
-
-    Official rows have neither `task_id` nor `domain`: tests make a backend task, a page a frontend
-    one.
-    """
-    row = without_nulls(row)
-    check_keys(row, TASK_KEYS, {"task_id": str, "hidden_information": str, "domain": str}, where)
-    solution = row["ground_truth"]
-    if "domain" not in row:
-        is_page = re.search(r"</?[a-zA-Z][^<>]*>", solution) and "test_cases" not in row
-        row["domain"] = "frontend" if is_page else "backend"
-    if row["domain"] not in DOMAINS:
-        names = " or ".join(repr(name) for name in DOMAINS)
-        raise SystemExit(f"{where}: found domain {row['domain']!r}, expected {names}")
-    if not solution.strip() and row["domain"] != "logged":
-        raise SystemExit(f"{where}: found an empty 'ground_truth', expected the solution: code or"
-                         " a page")
-    content = "\0".join((row["problem_description"], solution))
-    digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    task = {"task_id": digest, "hidden_information": solution} | row
-    DOMAINS[task["domain"]].complete(task, where)
-    return task
-
-
-def read_tasks(path, num_tasks=None):
-    """The first `num_tasks` tasks of a file."""
-    tasks, first_seen = [], {}
-    for where, row in read_jsonl(path):
-        task = complete_task(row, where)
-        while "task_id" not in row and task["task_id"] in first_seen:
-            task["task_id"] += "+"  # official rows have no ids: a repeated one is a task of its own
-        earlier = first_seen.setdefault(task["task_id"], where)
-        if earlier != where:
-            raise SystemExit(f"{where}: found task_id {task['task_id']!r} again (first at"
-                             f" {earlier}), expected each task once; remove one of the two lines")
-        tasks.append(task)
-        if len(tasks) == num_tasks:
-            break
-    if not tasks:
-        raise SystemExit(f"{path}: found no line, expected one task a line")
-    return tasks
-
-
-def complete_episode(row, where="episode"):
-    """A checked episode, with defaults for what may be missing."""
-    row = without_nulls(row)
-    check_keys(row, EPISODE_KEYS, EPISODE_OPTIONS, where)
-    task, history = complete_task(row["task"], f"{where}, task"), row["dialogue_history"]
-    domain, error = DOMAINS[task["domain"]], row.get("error") or None
-    check_history(history, where, in_turn=not domain.logged)
-    turns = sum(message["role"] == "assistant" for message in history)
-    if not error and not turns:
-        raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an agent"
-                         " turn, expected at least one")
-    reward = None if error else expect(row, "reward", NUMBER, where)
-    if not error and not domain.logged and not 0 <= reward <= 1.000001:
-        raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1")
-    if not error and not math.isfinite(reward):
-        raise SystemExit(f"{where}: found reward {reward}, expected a finite number")
-    success = reward == 1 if domain.has_success and not error else None
-    if row.get("success") not in (None, success):
-        raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
-                         f" {success}: true for a reward of 1, false below, null for failed"
-                         " episodes and domains without success, such as pages")
-    defaults = {"sample": 0, "answer": None, "reasons": {}, "agent": None, "human": None,
-                "seed": None, "agent_prompt": None}
-    if "leak" not in row:
-        defaults["leak"] = leak_share(task, [message["content"] for message in history[2::2]])
-    episode = defaults | row
-    episode |= {"task": task, "reward": reward, "success": success, "turns": turns, "error": error}
-    if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
-        raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
-                         " expected an index from 0 up and a share between 0 and 1")
-    return episode
-
-
-def read_episodes(path, tasks=None):
-    """All episodes of a file; the same task and sample twice is an error.
-
-    `tasks` holds those of earlier files, see `check_same_task`.
-    """
-    ResumableJsonl.refuse_unfinished(path)
-    tasks = {} if tasks is None else tasks
-    episodes, seen, counts = [], set(), {}
-    for where, row in read_jsonl(path):
-        episode = complete_episode(row, where)
-        check_same_task(tasks, episode["task"], where)
-        task_id = episode["task"]["task_id"]
-        if row.get("sample") is None:  # official: the task list k times, one copy after the other
-            counts[task_id] = counts.get(task_id, -1) + 1
-            episode["sample"] = counts[task_id]
-        key = (task_id, episode["sample"])
-        if key in seen:
-            raise SystemExit(f"{where}: found task {key[0]!r}, sample {key[1]} a second time,"
-                             " expected it once")
-        seen.add(key)
-        episodes.append(episode)
-    if not episodes:
-        raise SystemExit(f"{path}: found no episode, expected one a line; run collect.py first")
-    return episodes
-
-
-def load_episodes(paths):
-    """Episodes that can be trained on, and how many were omitted because of an error.
-
-    Samples of a task that an earlier file has too are numbered on from there.
-    """
-    episodes, tasks, next_sample = [], {}, {}
-    if len({Path(path).resolve() for path in paths}) < len(paths):
-        raise SystemExit(f"{' '.join(map(str, paths))}: found a file of episodes twice, expected"
-                         " each once")
-    for path in paths:
-        found = read_episodes(path, tasks)
-        offset = {task_id: next_sample.get(task_id, 0) for task_id in group_by_task(found)}
-        for episode in found:
-            task_id = episode["task"]["task_id"]
-            episode["sample"] += offset[task_id]
-            next_sample[task_id] = max(next_sample.get(task_id, 0), episode["sample"] + 1)
-        episodes += found
-    one_domain([episode["task"] for episode in episodes])
-    sound = [episode for episode in episodes if not episode["error"]]
-    return sound, len(episodes) - len(sound)
-
-
-def state_key(state):
-    return state["task"]["task_id"], state["sample"], state["turn"]
-
-
-def read_candidates(path, ranked=False):
-    """The states of a file of candidates, of ranked ones if `ranked`, and how many it omits.
-
-    Omitted are states that failed (`error`), and those that were too long for the ranker, which
-    have no advantages.
-    """
-    ResumableJsonl.refuse_unfinished(path)
-    states, seen, omitted = [], set(), 0
-    for where, row in read_jsonl(path):
-        omit = row.get("error") or (ranked and row.get("advantages", ()) is None)
-        keys = {} if omit else RANKED_KEYS if ranked else CANDIDATE_KEYS
-        check_keys(row, STATE_KEYS | keys, CANDIDATE_OPTIONS, where)
-        row["task"] = complete_task(row["task"], f"{where}, task")
-        if state_key(row) in seen:
-            raise SystemExit(f"{where}: found the state {state_key(row)} a second time, expected it"
-                             " once")
-        seen.add(state_key(row))
-        if omit:
-            omitted += 1
-            continue
-        check_lists(row, ranked, where)
-        states.append(row)
-    if not states:
-        raise SystemExit(f"{path}: found no state with {'ranked ' if ranked else ''}candidates, but"
-                         f" {omitted} that failed or are too long for the ranker, expected at least"
-                         " one; sample them again, or train a critic with a greater --max_length")
-    return states, omitted
-
-
-def check_same_task(tasks, task, where):
-    """Refuse another task of the same task_id, such as that of another world, or of an edited file.
-
-    tasks: task_id -> what the task says, of those that have been seen; this one is added. In logs,
-    a task_id is the key within which dialogues are compared, and its dialogues may differ.
-    """
-    if DOMAINS[task["domain"]].logged:
-        return
-    content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
-    if tasks.setdefault(task["task_id"], content) != content:
-        raise SystemExit(f"{where}: found the task_id {task['task_id']!r} with two different tasks,"
-                         " expected one; give only files made from the same task file, or give the"
-                         " tasks different ids")
-
-
-def group_by_task(episodes):
-    """task_id -> its episodes."""
-    groups = {}
-    for episode in episodes:
-        groups.setdefault(episode["task"]["task_id"], []).append(episode)
-    return groups
-
-
-# -----------------------------------------------------------------------------
 # Token ids of a dialogue, and which agent turn each belongs to
 
 
@@ -698,7 +494,7 @@ def encode_prompt(tokenizer, messages):
 
 
 def main(argv=None):
-    from convert.commands import main  # `import colbench` needs none of it
+    from formats.commands import main  # `import colbench` needs none of it
     main(__doc__, argv)
 
 

@@ -41,9 +41,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from colbench import (
-    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, group_by_task, lacks_answer,
-    leak_share, load_episodes, one_domain, read_tasks, reasons_of, split_message, state_key,
-    states_of, without_thoughts)
+    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, lacks_answer, leak_share,
+    one_domain, reasons_of, split_message, states_of, without_thoughts)
+from formats.read import group_by_task, load_episodes, read_tasks, state_key
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import read_prompt
 from runtime.flags import FlagParser, add_dtype_flag, refuse_flag

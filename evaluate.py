@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy
 
-from colbench import DOMAINS, check_same_task, lacks_answer, one_domain, read_episodes
+from colbench import DOMAINS, lacks_answer, one_domain
+from formats.read import check_same_task, read_episodes
 from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser

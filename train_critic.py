@@ -46,9 +46,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from colbench import (
-    agent_view, encode_candidates, encode_within, first_request, group_by_task, load_episodes,
-    read_candidates, state_key, succeeded)
+from colbench import agent_view, encode_candidates, encode_within, first_request, succeeded
+from formats.read import group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser, machine_flags
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
 from runtime.processes import join_processes, launch

@@ -39,9 +39,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from colbench import (
-    agent_view, custom_prompt, encode_candidates, encode_within, group_by_task, load_episodes,
-    read_candidates, state_key, succeeded)
+from colbench import agent_view, custom_prompt, encode_candidates, encode_within, succeeded
+from formats.read import group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser, machine_flags
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch

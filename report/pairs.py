@@ -2,7 +2,7 @@
 
 import random
 
-from colbench import read_candidates, state_key
+from formats.read import read_candidates, state_key
 from runtime.files import write_jsonl
 from runtime.seeds import derive_seed
 from runtime.text import counted

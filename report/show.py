@@ -7,7 +7,7 @@ import signal
 import sys
 import textwrap
 
-from colbench import group_by_task, read_episodes
+from formats.read import group_by_task, read_episodes
 from runtime.text import counted, harmless
 
 BOLD, FAINT, BLUE, ORANGE, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[34m", "\x1b[33m", "\x1b[0m"

@@ -154,7 +154,7 @@ def dialogue(*texts):
 
 def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: x"), error=None):
     """A complete episode of a backend task."""
-    from colbench import complete_episode
+    from formats.read import complete_episode
 
     task = {"task_id": task_id, "problem_description": "t", "ground_truth": "def f(): pass",
             "test_cases": {"a": "f()"}}

@@ -7,21 +7,9 @@ import pytest
 from conftest import TEMPLATES, UNNESTED, byte_tokenizer
 
 from colbench import (
-    DOMAINS,
-    agent_messages,
-    agent_prompt_of,
-    complete_task,
-    custom_prompt,
-    encode_dialogue,
-    end_of_turn,
-    human_messages,
-    leak_share,
-    load_episodes,
-    read_episodes,
-    read_tasks,
-    reasons_of,
-    split_message,
-)
+    DOMAINS, agent_messages, agent_prompt_of, custom_prompt, encode_dialogue, end_of_turn,
+    human_messages, leak_share, reasons_of, split_message)
+from formats.read import complete_task, load_episodes, read_episodes, read_tasks
 from collect import parse_args, play, read_rules
 from judge.sandbox import Grade, grade
 from speakers.interface import Speaker, Utterance

@@ -16,7 +16,7 @@ import pytest
 from commands import check_command, parser_of, record
 from conftest import ROOT
 
-from colbench import complete_episode, complete_task, read_candidates
+from formats.read import complete_episode, complete_task, read_candidates
 from judge.sandbox import grade_all
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "toy/README.md")]
@@ -214,7 +214,7 @@ def test_the_package_has_every_module_and_the_pins_have_one_home():
     project = (ROOT / "pyproject.toml").read_text()
     for script in SCRIPTS:
         assert f'"{script.removesuffix(".py")}"' in project, f"pyproject.toml: py-modules: {script}"
-    for folder in ("judge", "runtime", "convert", "speakers", "toy", "fast", "variants", "report"):
+    for folder in ("judge", "runtime", "formats", "speakers", "toy", "fast", "variants", "report"):
         assert f'"{folder}"' in project, f"pyproject.toml: packages: {folder}"
     assert "==" not in project, "pyproject.toml: versions belong into requirements.txt"
     runtime = (ROOT / "requirements.txt").read_text()

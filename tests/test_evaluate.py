@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 import evaluate
-from colbench import load_episodes
+from formats.read import load_episodes
 from runtime.verdict import policy_table
 
 

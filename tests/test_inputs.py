@@ -30,18 +30,9 @@ import collect
 import evaluate
 import train_critic
 import train_policy
-from colbench import (
-    complete_task,
-    encode_dialogue,
-    encode_prompt,
-    group_by_task,
-    load_episodes,
-    read_candidates,
-    read_episodes,
-    read_tasks,
-    render,
-    states_of,
-)
+from colbench import encode_dialogue, encode_prompt, render, states_of
+from formats.read import (
+    complete_task, group_by_task, load_episodes, read_candidates, read_episodes, read_tasks)
 from runtime import checkpoints
 from runtime.files import read_jsonl, write_jsonl
 from runtime.flags import COST_FLAGS

@@ -14,7 +14,8 @@ import pytest
 from commands import record
 from conftest import ROOT, byte_tokenizer, dialogue, run_module, run_script
 
-from colbench import encode_dialogue, read_episodes
+from colbench import encode_dialogue
+from formats.read import read_episodes
 
 PAGE = (ROOT / "docs/logs.md").read_text()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import train_critic
 import train_policy
-from colbench import read_episodes
+from formats.read import read_episodes
 from runtime import checkpoints
 from runtime.checkpoints import trained_parameters
 from runtime.lora import (

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from colbench import DOMAINS, JudgeSettings, human_page_view, main, one_domain
-from convert.websight import websight
+from formats.websight import websight
 from judge.browser import MAX_PAGE_CHARACTERS, Browser, find_chromium, placeholder_picture
 from judge.pages import (
     ClipReward,
@@ -118,7 +118,7 @@ def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned)
 
 
 def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.websight.TRAIN_ROWS", 2)
+    monkeypatch.setattr("formats.websight.TRAIN_ROWS", 2)
     rows = []
     for index in range(3):
         text = "https://picsum.photos/4/5"

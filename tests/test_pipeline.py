@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import metrics, run_module, run_script
 
-from colbench import read_episodes
+from formats.read import read_episodes
 
 
 def lines(path):

@@ -12,8 +12,8 @@ from conftest import (
     write_episodes)
 
 import train_policy
-from colbench import (
-    agent_prompt_of, encode_candidates, group_by_task, load_episodes, read_candidates)
+from colbench import agent_prompt_of, encode_candidates
+from formats.read import group_by_task, load_episodes, read_candidates
 from runtime.files import write_jsonl
 from speakers.interface import Request, SpeakerSettings
 from speakers.local import LocalSpeaker

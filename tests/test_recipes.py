@@ -15,7 +15,7 @@ from commands import check_command, record
 from conftest import ROOT, metrics, run_module, run_script
 from test_servers import running
 
-from colbench import read_candidates
+from formats.read import read_candidates
 from toy.world import SCRIPTED, toy_tasks
 
 # -----------------------------------------------------------------------------

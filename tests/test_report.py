@@ -11,7 +11,7 @@ import zlib
 import pytest
 from conftest import run_script
 
-from colbench import complete_episode, read_candidates
+from formats.read import complete_episode, read_candidates
 from judge.browser import DevTools, find_chromium
 from report import __main__ as command
 from report import charts, page

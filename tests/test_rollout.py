@@ -18,7 +18,8 @@ from slow_server import slow_server
 
 import collect
 import speakers
-from colbench import DOMAINS, custom_prompt, load_episodes, prompt_of_episode, read_candidates
+from colbench import DOMAINS, custom_prompt, prompt_of_episode
+from formats.read import load_episodes, read_candidates
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process

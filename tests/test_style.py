@@ -12,12 +12,12 @@ from conftest import ROOT
 
 # A room may import from those before it and from itself; judge/ is where it begins. No script
 # imports another, see SCRIPTS
-ROOMS = ["judge", "runtime", "colbench", "convert", "toy", "speakers", "collect", "train_critic",
+ROOMS = ["judge", "runtime", "colbench", "formats", "toy", "speakers", "collect", "train_critic",
          "train_policy", "evaluate", "fast", "variants", "report"]
-FOLDERS = ("judge", "runtime", "convert", "toy", "speakers", "fast", "variants", "report")
+FOLDERS = ("judge", "runtime", "formats", "toy", "speakers", "fast", "variants", "report")
 SCRIPTS = ["collect", "train_critic", "train_policy", "evaluate"]
 # inside functions: one line that swaps in a plug-in, commands, a leaf that is run as a script
-LATE = {("colbench", "convert.commands"), ("convert.commands", "report.show"),
+LATE = {("colbench", "formats.commands"), ("formats.commands", "report.show"),
         ("train_critic", "fast.packed"),
         ("train_policy", "fast.packed"), ("toy.credit", "train_policy"),
         ("toy.make_base", "train_critic")}

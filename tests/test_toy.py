@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import run_script
 
-from colbench import (
-    agent_messages, agent_prompt_of, load_episodes, read_candidates, split_message)
+from colbench import agent_messages, agent_prompt_of, split_message
+from formats.read import load_episodes, read_candidates
 from judge.sandbox import ANSWER_MARKER, grade_all
 from runtime.files import write_jsonl
 from runtime.seeds import derive_seed

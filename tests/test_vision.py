@@ -15,15 +15,8 @@ from safetensors.torch import load_file
 from test_browser import needs_chromium
 
 import variants.sight
-from colbench import (
-    agent_messages,
-    complete_episode,
-    encode_prompt,
-    human_page_view,
-    image_part,
-    read_episodes,
-    states_of,
-)
+from colbench import agent_messages, encode_prompt, human_page_view, image_part, states_of
+from formats.read import complete_episode, read_episodes
 from runtime import checkpoints
 from runtime.models import load_model
 from runtime.processes import Process

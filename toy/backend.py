@@ -10,7 +10,8 @@ import functools
 import random
 import re
 
-from colbench import complete_task, first_request
+from colbench import first_request
+from formats.read import complete_task
 from judge.sandbox import ANSWER_MARKER
 from runtime.seeds import derive_seed
 

@@ -20,8 +20,8 @@ import typing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from colbench import (
-    MAX_TURNS, first_request, read_candidates, split_message, state_key, without_thoughts)
+from colbench import MAX_TURNS, first_request, split_message, without_thoughts
+from formats.read import read_candidates, state_key
 from judge.sandbox import grade
 from runtime.files import read_jsonl, write_jsonl
 from runtime.seeds import derive_seed

@@ -20,7 +20,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from colbench import load_episodes, read_episodes
+from formats.read import load_episodes, read_episodes
 from runtime.files import write_jsonl
 
 # -----------------------------------------------------------------------------

@@ -30,9 +30,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from colbench import (
-    agent_view, encode_candidates, encode_dialogue, encode_within, first_request, group_by_task,
-    load_episodes, read_candidates, state_key)
+from colbench import agent_view, encode_candidates, encode_dialogue, encode_within, first_request
+from formats.read import group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser, machine_flags
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)

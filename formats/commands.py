@@ -2,9 +2,10 @@
 
 import argparse
 
-from colbench import one_domain, read_tasks
-from convert.logs import import_command
-from convert.websight import websight
+from colbench import one_domain
+from formats.read import read_tasks
+from formats.logs import import_command
+from formats.websight import websight
 from judge.check import check_tasks
 from runtime.text import harmless
 

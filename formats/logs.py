@@ -16,7 +16,8 @@ import math
 import os
 from pathlib import Path
 
-from colbench import agent_prompt_of, complete_episode, read_episodes
+from colbench import agent_prompt_of
+from formats.read import complete_episode, read_episodes
 from runtime.files import read_jsonl, read_prompt
 from runtime.text import counted
 
