@@ -2,7 +2,7 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
 
   1. Each task is played `--samples_per_task` times.                             play
   2. `--batch_size` dialogues run at a time, a thread for each; a local model
-     answers all that wait for it as one batch.                                  speakers/pool.py
+     answers all that wait for it as one batch.                                  speakers/fill.py
   3. With `--states EPISODES`, the agent is sampled, not played: `--num_candidates`
      messages for each of its turns in these episodes, for a critic to rank.     candidates
 
@@ -32,13 +32,8 @@ swapped; on pages, the agent sees its own thoughts before "OUTPUT:" again.
 
 import os
 import random
-import sys
-import threading
-import traceback
 import typing
 from pathlib import Path
-
-from tqdm import tqdm
 
 from colbench import (
     DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, lacks_answer, leak_share,
@@ -48,13 +43,14 @@ from judge.sandbox import ANSWER_MARKER
 from runtime.files import read_prompt
 from runtime.flags import FlagParser, add_dtype_flag, refuse_flag
 from runtime.processes import join_processes, launch
-from runtime.progress import Outcome, Progress
+from runtime.progress import Outcome
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
 from runtime.text import counted
 from speakers import check_speakers, load_speaker, refuse_unused
-from speakers.interface import Request, SpeakerError, SpeakerSettings, stop_if_given_up
-from speakers.pool import elsewhere, run
+from speakers.fill import fill, show_bug
+from speakers.interface import Request, SpeakerError, SpeakerSettings
+from speakers.pool import elsewhere
 from toy.world import toy_tasks
 
 # -----------------------------------------------------------------------------
@@ -135,15 +131,6 @@ def view_of_human(task, history, human, judge, prompt):
         return domain.human_view(task, history, prompt, judge)
     with elsewhere():  # a browser draws the pages
         return domain.human_view(task, history, prompt, judge)
-
-
-FIRST_BUG = threading.Lock()
-
-
-def show_bug():
-    """Print the traceback of an exception that nobody expected, of the first one alone."""
-    if FIRST_BUG.acquire(blocking=False):  # it is never released
-        tqdm.write(traceback.format_exc(), file=sys.stderr)
 
 
 def episode_key(episode):
@@ -265,24 +252,6 @@ def open_store(args, inputs, key, process):
     inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*models)]
     return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
                      keep=lambda row: not row.get("error"))
-
-
-def fill(store, jobs, keys, work, speakers, in_flight):
-    """Append work(job, on_turn) of each job as soon as it is there, `in_flight` at a time."""
-    waiting = (job for job in jobs if not any(speaker.given_up for speaker in speakers))
-    with Progress(store.rows.values(), len(keys), store.process) as progress:
-
-        def work_and_keep(job):  # in the job's thread: a kill loses nothing that was finished
-            row = work(job, progress.turn)
-            store.append(row)
-            progress.row(row)
-
-        for _ in run(work_and_keep, waiting, in_flight):
-            pass  # the jobs' threads have stored their rows
-    if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
-        # what ended without, say, a human's reply must not block a corrected --human
-        store.discard(set(keys) - store.rows.keys())
-    stop_if_given_up(*speakers)
 
 
 def report(rows, args):

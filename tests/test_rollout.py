@@ -23,6 +23,7 @@ from formats.read import load_episodes, read_candidates
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
+from runtime.progress import Progress
 from speakers.server import ServerSpeaker
 
 ALONE = Process(0, 1, "cpu")
@@ -217,7 +218,7 @@ def test_one_failed_request_is_one_failed_episode(tmp_path, monkeypatch, party):
 
 def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(
         tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(collect, "FIRST_BUG", threading.Lock())
+    monkeypatch.setattr(speakers.fill, "FIRST_BUG", threading.Lock())
 
     def buggy_line(request):
         return {}[request.task["task_id"]] if index_of(request) % 5 == 0 else "Detail."
@@ -537,7 +538,7 @@ def test_what_cannot_be_played_is_refused_before_anything_is_opened(
 
 def test_the_bar_moves_between_episodes_and_counts_in_the_singular(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "0")
-    with collect.Progress([], 1, ALONE) as progress:
+    with Progress([], 1, ALONE) as progress:
         progress.turn()
         assert progress.bar.postfix == "0 failed, 1 turn"
         progress.turn()
