@@ -416,7 +416,7 @@ def encode_dialogue(tokenizer, messages, finished=()):
     stops = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
         stops.append(len(messages))
-    texts, turns, closed = [], [], []  # pieces of text, their turn, whether a token closes them
+    pieces = []  # (text, its agent turn or -1, whether an end-of-turn token closes it)
     rendered = ""  # the template's text that the pieces make up so far
     for turn, index in enumerate(stops):
         prompt = render(tokenizer, messages[:index])
@@ -425,23 +425,19 @@ def encode_dialogue(tokenizer, messages, finished=()):
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template like Llama's")
-        texts.append(prompt[len(rendered):])
-        turns.append(-1)
-        closed.append(False)
+        pieces.append((prompt[len(rendered):], -1, False))
         if index < len(messages):
             content = messages[index]["content"]
             done = finished[turn] if turn < len(finished) else True
-            texts.append(content)
-            turns.append(turn)
-            closed.append(done)
+            pieces.append((content, turn, done))
             rendered = prompt + content + (end_text if done else "")
     ids, turn_index = [], []
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for tokens, piece_turn, done in zip(encoded, turns, closed, strict=True):
+    encoded = tokenizer([text for text, _, _ in pieces], add_special_tokens=False)["input_ids"]
+    for tokens, (_, turn, done) in zip(encoded, pieces, strict=True):
         if done:
             tokens = tokens + [end_id]
         ids += tokens
-        turn_index += [piece_turn] * len(tokens)
+        turn_index += [turn] * len(tokens)
     return ids, turn_index
 
 
