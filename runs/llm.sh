@@ -3,43 +3,76 @@
 # plays the embedded world with the scripted human.
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
-# docs/measured.md has what SmolLM2-135M-Instruct reached. Killed runs go on where they stopped.
-# On a CPU that does not multiply bf16 (no avx512_bf16), DTYPE=float32 is faster.
-# SHORT=1 is a smoke run.
+# docs/measured.md says what SmolLM2-135M-Instruct reached. A killed run goes on where it stopped.
+# bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
+# SHORT=1 is a smoke run; SPLIT=valid plays the tasks that settings are chosen on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 OUT=${OUT:-runs/out/llm}
 SEED=${SEED:-0}
-WORLD=${WORLD:-8} # topics: 25 training tasks of each. More would need more tasks
-TASKS=200
+DTYPE=${DTYPE:-bfloat16}
+WORLD=8 # topics. 160 training tasks are 20 of each: enough to learn what a topic's tasks need
+DEMONSTRATED=400
+TASKS=160
 TEST=200
-SPLIT=${SPLIT:-test} # valid: for tuning
 if [ -n "${SHORT:-}" ]; then
-  TASKS=16
+  DEMONSTRATED=8
+  TASKS=8
   TEST=4
 fi
 TURNS=(--max_turns 9)
-SAMPLING=(--max_new_tokens 96 --dtype "${DTYPE:=bfloat16}" --seed "$SEED")
+SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED")
 TRAINING=(--dtype "$DTYPE" --packed --micro_batch_size 8 --seed "$SEED")
+PAIRS=(--pairs success_vs_failure --shuffle groups --batch_size 24)
+mkdir -p "$OUT/test"
 
-collect() { # AGENT OUTPUT FLAGS...
-  python collect.py --agent "$1" --output "$2" "${SAMPLING[@]}" "${@:3}"
+play() { # NAME AGENT FLAGS...: writes OUT/test/NAME.jsonl
+  python collect.py --tasks "toy:backend:${SPLIT:-test}:$WORLD" --num_tasks "$TEST" \
+    --samples_per_task 1 "${TURNS[@]}" --agent "$2" "${SAMPLING[@]}" \
+    --output "$OUT/test/$1.jsonl" "${@:3}"
 }
-play() { # NAME AGENT: writes OUT/test/NAME.jsonl
-  collect "$2" "$OUT/test/$1.jsonl" --tasks "toy:backend:$SPLIT:$WORLD" --num_tasks "$TEST" \
-    --samples_per_task 1 "${TURNS[@]}"
-}
-train_tasks=(--tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS")
 
-# 1. The model as it is does not know the rules of this world: it never answers, so no critic could
-# learn from it. It first imitates demonstrations, which ask for details at random
-python collect.py "${train_tasks[@]}" --samples_per_task 3 --agent scripted --max_turns 12 \
-  --output "$OUT/demonstrations.jsonl" # in twelve turns, nearly all of them end with an answer
-python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 1e-4 \
+# 1. A chat model does not know that this human answers short questions one by one, and never
+# delivers a function. So it first imitates demonstrations, whose questions are drawn at random. In
+# twelve turns nearly all of them end with an answer
+python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
+  --samples_per_task 3 --max_turns 12 --agent scripted --output "$OUT/demonstrations.jsonl"
+python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 2e-4 \
   --epochs 1 --batch_size 16 "${TRAINING[@]}" --output "$OUT/warm"
 
-# 2. Episodes, and candidates
-collect "$OUT/warm" "$OUT/episodes.jsonl" "${train_tasks[@]}" --samples_per_task 6 "${TURNS[@]}"
-collect "$OUT/warm" "$OUT/candidates.jsonl" --states "$OUT/episodes.jsonl" --states_fraction 1 \
-  --states_per_task 3 --batch_size 128
+# 2. Episodes, and candidates in four states of each task
+python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samples_per_task 6 \
+  "${TURNS[@]}" --agent "$OUT/warm" "${SAMPLING[@]}" --output "$OUT/episodes.jsonl"
+python collect.py --states "$OUT/episodes.jsonl" --states_fraction 1 --states_per_task 4 \
+  --agent "$OUT/warm" "${SAMPLING[@]}" --batch_size 256 --output "$OUT/candidates.jsonl"
+
+# 3. The critic ranks them; the policy learns from the ranks
+python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
+  --lr 1e-5 --epochs 1 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
+  --candidates "$OUT/candidates.jsonl"
+python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
+python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
+  --shuffle groups --batch_size 64 --lr 1e-5 --epochs 1 --beta 0.3 --nll 1 "${TRAINING[@]}" \
+  --output "$OUT/sweet"
+
+# 4. The baselines, on the same episodes
+python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
+  --batch_size 16 --lr 5e-5 --epochs 3 "${TRAINING[@]}" --output "$OUT/rft"
+python train_policy.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
+  --lr 1e-5 --epochs 2 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
+
+# 5. Test tasks that training has not seen, and the report
+play raw "$MODEL"
+play warm "$OUT/warm"
+play rft "$OUT/rft"
+play mtdpo "$OUT/mtdpo"
+play sweet "$OUT/sweet"
+POLICIES=()
+for name in warm raw rft mtdpo sweet; do
+  POLICIES+=("$name=$OUT/test/$name.jsonl")
+done
+python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
+python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
+  --metrics critic="$OUT/critic/metrics.jsonl" sweet="$OUT/sweet/metrics.jsonl" \
+  mtdpo="$OUT/mtdpo/metrics.jsonl" rft="$OUT/rft/metrics.jsonl"
