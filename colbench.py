@@ -43,7 +43,8 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's thoughts stand before it, the hu
 def split_message(task, text, last_turn):
     """(what the human reads, the answer or None) of one agent message, without its thoughts.
 
-    What follows ANSWER_MARKER is the answer. At the last turn the whole message is.
+    What follows ANSWER_MARKER is the answer. In the last turn, a message without it is
+    the answer as a whole.
     """
     content = without_thoughts(text) or ""
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
@@ -201,7 +202,7 @@ def agent_messages(history, prompt):
 
 
 def agent_view(episode):
-    """(messages, finished): what the agent saw and said, and for each turn whether it ended it."""
+    """(messages, finished): what the agent saw and said; whether each turn ended by itself."""
     history = episode["dialogue_history"]
     turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
     messages = agent_messages(history[:turns[-1] + 1], prompt_of_episode(episode))
@@ -309,7 +310,7 @@ class Domain(typing.NamedTuple):
     complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
     reply_chars: int = 400  # human replies are cut here
     human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
-    # whether an answer is right, with a reward of 1, or wrong; otherwise the reward is all there is
+    # answers are right, with a reward of 1, or wrong; if not, the reward is all there is
     has_success: bool = True
     success_reward: float = 1.0  # without tests: the least reward that a rule counts as success
     reward_heading: str = "Reward × 100"
@@ -449,7 +450,7 @@ def encode_within(tokenizer, messages, max_length, finished=()):
     first = first_request(messages) + 1
     roles = [message["role"] for message in messages]
     starts = [index for index in range(first + 1, len(messages)) if roles[index] == "assistant"]
-    if roles[-1] != "assistant":  # of a prompt, all turns may go
+    if roles[-1] != "assistant":  # if it is a prompt, all turns may be dropped
         starts.append(len(messages))
     for start in [first, *starts]:
         dropped = roles[first:start].count("assistant")
@@ -478,7 +479,7 @@ def encode_candidates(tokenizer, messages, candidates, max_length):
 
 
 def encode_prompt(tokenizer, messages):
-    """Token ids to sample from. A template that does not nest can speak, but cannot be trained."""
+    """Token ids to sample from. A template that does not nest serves here, but not in training."""
     try:
         return encode_dialogue(tokenizer, messages)[0]
     except UnnestedTemplate:

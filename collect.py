@@ -13,7 +13,8 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
         --human_model meta-llama/Llama-3.1-70B-Instruct --output episodes.jsonl
     python collect.py --states episodes.jsonl --agent toy/base --output candidates.jsonl
 
-Reads tasks, or episodes. Writes episodes, or with --states candidates, one state a line:
+Reads tasks and writes episodes; with --states, reads episodes and writes candidates, one state a
+line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
@@ -123,7 +124,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
 
 
 def view_of_human(task, history, human, judge, prompt):
-    """What the human reads: a script the dialogue itself, a model what its domain shows it."""
+    """A scripted human reads the dialogue itself; a model, what its domain shows a human."""
     domain = DOMAINS[task["domain"]]
     if human.reads_history:
         return history
@@ -142,7 +143,7 @@ def episode_key(episode):
 
 
 def choose_states(episodes, fraction, states_per_task, seed):
-    """The agent's turns in a share of the tasks; of each task at most so many, drawn with a seed.
+    """The states (agent turns) of a share of the tasks, at most `states_per_task` of each.
 
     With few states of a task, the same sampling covers more tasks.
     """
@@ -165,7 +166,7 @@ def choose_states(episodes, fraction, states_per_task, seed):
 
 def candidates(state, agent, n, seed):
     """The state, with n messages that the agent could say in it."""
-    # "candidates": without it, candidates would repeat the draws of messages of the dialogue
+    # "candidates" keeps these draws apart from those of the dialogue
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
         said = agent.reply(Request(state["messages"], n, seed, state["task"]))
@@ -382,7 +383,7 @@ def collect_parser(description):
                         help="what CLIP sees of tall pages: the middle square (official code), or"
                         " all of it")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
-                        help="dialogues at a time in each process; of candidates, messages")
+                        help="dialogues at a time in each process (with --states: messages)")
     add_dtype_flag(parser)
     parser.add_argument("--seed", type=int, least=0, default=0, help="seed of all sampling")
     return parser

@@ -1,8 +1,8 @@
 r"""Evaluate policies from their episodes: means with intervals, differences, and who won.
 
 How it works (SWEET-RL section 5):
-  1. The samples of a task are averaged first, then the tasks. An episode with an error counts as
-     an error and nowhere else: `task_means`.
+  1. The samples of a task are averaged first, then the tasks. An episode with an error counts only
+     in the error rate: `task_means`.
   2. A 95 % interval is a bootstrap over tasks, crossed with seeds. Where all outcomes agree, a
      bootstrap has no width, and Wilson's interval takes its place: `interval`.
   3. Every policy is compared with the first one, and the best with every other, on the same tasks:
@@ -113,8 +113,8 @@ def interval(values, run_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    A bootstrap of equal outcomes has no width. Then a share of the tasks, Wilson's upper bound for
-    0 of `count`, is taken to have the least or the greatest possible value, which `limits` names.
+    A bootstrap of equal outcomes has no width. Then we suppose that an unseen share of tasks,
+    Wilson's upper bound for 0 of `count`, has the least or the greatest value, given by `limits`.
     For outcomes of 0 or 1 this is Wilson's interval itself. Without limits one task has no
     interval, since its samples do not tell how other tasks differ.
     """
@@ -328,7 +328,7 @@ def parse_args(argv=None):
     parser.add_argument("--leak_threshold", type=float, above=0, most=1, default=0.5,
                         help="share of the solution that a human reply must repeat to be a leak")
     parser.add_argument("--draws", type=int, least=100, default=2000, help="bootstrap draws")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of the bootstrap")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="random seed of the bootstrap")
     return parser.parse_args(argv)
 
 

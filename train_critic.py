@@ -1,6 +1,6 @@
 r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, section 4.2).
 
-  1. Dialogues of one task are paired by outcome: a better, a worse one.    pair_episodes
+  1. Two dialogues of a task with different rewards form a pair.               pair_episodes
   2. Critic and reference read both, after the solution. (The policy never
      sees the solution.)                                                       critic_messages
   3. The advantage of a turn is the mean log-ratio of its tokens, critic to
@@ -73,7 +73,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     without tokens gets 0, and so does the padding of shorter dialogues.
     """
     log_ratio = logprobs - reference  # summed over l
-    return log_ratio / NORMALISERS[normalise](tokens).clamp(min=1)  # of an empty turn 0 / 1
+    return log_ratio / NORMALISERS[normalise](tokens).clamp(min=1)  # an empty turn gives 0 / 1
 
 
 def critic_loss(chosen, rejected, beta):
@@ -99,7 +99,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        chosen = [] if best["success"] is False else [best]  # a page has None
+        chosen = [] if best["success"] is False else [best]  # pages have None
         rejected = group
     elif rule == "success_vs_failure":
         chosen = [episode for episode in group if succeeded(episode)]
@@ -203,7 +203,8 @@ def turn_logprobs(model, rows):
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # The output layer is the largest matrix: only columns where some row's agent speaks next
+    # The output layer is the largest matrix: apply it only where some row's next token is the
+    # agent's
     columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
@@ -280,7 +281,7 @@ def held_out_metrics(model, pairs, run, args):
 
 
 def main(args):
-    if args.packed:  # the same numbers, faster: from here on, this file's name means the fast one
+    if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
     if args.episodes:
@@ -328,7 +329,7 @@ def train(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over ranks: weight is their number, or 0 for a repeated pair
+        # FSDP averages gradients over ranks, so weight is their number, or 0 for a repeated pair
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -415,13 +416,13 @@ class Critic:
         normalise = "turn" if self.normalise == "trajectory" else self.normalise
         values = advantage(logprobs, reference, tokens, normalise)
         if not values.isfinite().all():
-            raise SystemExit(f"found advantages that are no finite numbers ({values[0].tolist()}),"
+            raise SystemExit(f"found advantages that are not finite ({values[0].tolist()}),"
                              " expected a critic whose weights fit --dtype; try --dtype float32")
         return values
 
 
 def read_critic_flags(path):
-    """What a critic was trained with; stops if the directory holds none of this script."""
+    """What a critic was trained with; exits if this script did not train it."""
     return read_flags(path, ("privileged", "normalise", "max_length", "model", "lora_rank"))
 
 
@@ -449,8 +450,8 @@ def rank(args):
     ranked = store.finish([state_key(state) for state in states])
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
-        print(f"{path}: {len(ranked)} ranked states; {omitted} failed ones omitted, {too_long} are"
-              f" too long for the critic (--max_length {critic_flags['max_length']})")
+        print(f"{path}: {len(ranked)} ranked states; {omitted} failed states omitted, {too_long}"
+              f" are too long for the critic (--max_length {critic_flags['max_length']})")
 
 
 # -----------------------------------------------------------------------------
@@ -484,7 +485,7 @@ def parse_args(argv=None):
                         help="what an epoch shuffles: single pairs, or tasks, whose pairs stay side"
                         " by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
-                        help="share of tasks that are held out of training, to report on")
+                        help="share of tasks that are held out for evaluation")
     # the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (2)")
     parser.add_argument("--nll", type=float, least=0, default=0.01,
@@ -496,7 +497,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
-                        help="of data order and hold-out")
+                        help="random seed of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
     parser.add_argument("--ranked", needs="candidates",
                         help="where to write them (default: OUTPUT/ranked.jsonl)")

@@ -77,7 +77,7 @@ def make_pairs(texts, advantages, pairing, count, draw):
     """
     ranked = sorted(range(len(texts)), key=lambda index: -advantages[index])
     if pairing == "halves":
-        half = len(ranked) // 2  # of an odd number, the middle one is in neither half
+        half = len(ranked) // 2  # with an odd number, the middle one is in neither half
         better, worse = ranked[:half], ranked[len(ranked) - half:]
     elif pairing == "positive_vs_negative":
         better = [index for index in ranked if advantages[index] > 0]
@@ -102,7 +102,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        chosen = [] if best["success"] is False else [best]  # a page has None
+        chosen = [] if best["success"] is False else [best]  # pages have None
         rejected = group
     elif rule == "success_vs_failure":
         chosen = [episode for episode in group if succeeded(episode)]
@@ -203,7 +203,8 @@ def turn_logprobs(model, rows):
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # The output layer is the largest matrix: only columns where some row's agent speaks next
+    # The output layer is the largest matrix: apply it only where some row's next token is the
+    # agent's
     columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
@@ -292,7 +293,7 @@ def read_pairs(tokenizer, args, run):
 
 
 def main(args):
-    if args.packed:  # the same numbers, faster: from here on, this file's name means the fast one
+    if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
     inputs = [args.candidates] if args.candidates else args.episodes
@@ -325,7 +326,7 @@ def main(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over ranks: weight is their number, or 0 for a repeated pair
+        # FSDP averages gradients over ranks, so weight is their number, or 0 for a repeated pair
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -385,7 +386,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
-                        help="of data order and pairs")
+                        help="random seed of data order and pairs")
     machine_flags(parser)
     args = parser.parse_args(argv)
     source = "candidates" if args.candidates else "episodes"

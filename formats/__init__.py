@@ -1,1 +1,1 @@
-"""Foreign files to ours: trajectories and logs (colbench.py import), WebSight rows."""
+"""Files that stages exchange: readers of ours, import of trajectories, logs and WebSight rows."""

@@ -63,9 +63,9 @@ class Run:
     def share(self, batch, size):
         """Parts of a batch for this rank, `size` entries at most, each with its weight.
 
-        Every rank gets as many parts, since FSDP's ranks meet in every layer; one that has nothing
-        left repeats an entry with weight 0. Otherwise the weight is the number of ranks: FSDP takes
-        the mean of their gradients, and a batch wants the sum.
+        Every rank gets the same number of parts, since FSDP's ranks synchronise in every layer; one
+        that has nothing left repeats an entry with weight 0. Otherwise the weight is the number of
+        ranks: FSDP takes the mean of their gradients, and a batch wants the sum.
         """
         at_once = size * self.world
         for start in range(0, len(batch), at_once):
@@ -88,8 +88,8 @@ class Run:
     def scoring(self, model):
         """Neither gradients nor dropout; afterwards the model is as training needs it.
 
-        FSDP2 keeps gathered weights after a forward, to spare the backward a gather; here comes
-        none.
+        FSDP2 keeps gathered weights after a forward, to save the backward a gather; no backward
+        follows here.
         """
         model.eval()
         try:

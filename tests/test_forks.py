@@ -16,7 +16,8 @@ from conftest import ROOT, episode, metrics, write_episodes
 
 README = (ROOT / "docs/forks/README.md").read_text()
 FORKS = dict(re.findall(r"^\| `(\w+)` \|.*\| `(python [^`]+)` \|$", README, re.MULTILINE))
-COPIED = ("*.py", "judge", "runtime", "speakers", "fast", "variants", "toy", "docs/forks")
+COPIED = ("*.py", "judge", "runtime", "formats", "speakers", "fast", "variants", "toy",
+          "docs/forks")
 
 
 @pytest.fixture

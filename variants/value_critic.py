@@ -266,7 +266,7 @@ class ValueCritic:
         """The value of each turn of the rows, (R, S)."""
         values, _ = turn_values(self.model, rows)  # (R, S)
         if not values.isfinite().all():
-            raise SystemExit(f"found values that are no finite numbers ({values[0].tolist()}),"
+            raise SystemExit(f"found values that are not finite ({values[0].tolist()}),"
                              " expected a critic whose weights fit --dtype; try --dtype float32")
         return values
 
