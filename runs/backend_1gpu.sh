@@ -8,8 +8,8 @@
 #     --generation-config vllm
 #     (in an environment of its own, beside the 0.5B policy. The 7B policy needs the whole card:
 #     then the human is elsewhere, at HUMAN_URL, a second card or an API)
-# Estimated (docs/scaling.md): 5 hours, with LORA=1 15; 14 GB of GPU memory, with LORA=1 22; 8 GB
-# of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
+# Counted (docs/scaling.md): 14 GB of GPU memory for training, with LORA=1 23. Estimated: 5 hours,
+# with LORA=1 15; 8 GB of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
 # The learning rates are starts that nobody has tried: watch train/margin rise.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
 set -euo pipefail

@@ -5,13 +5,14 @@
 #   vllm serve meta-llama/Llama-3.1-70B-Instruct --tensor-parallel-size 8 --generation-config vllm
 #     (elsewhere: HUMAN_URL)
 #
-# One node of eight 80 GB GPUs:    runs/backend_8b.sh                        2 to 3 hours
+# One node of eight 80 GB GPUs:    runs/backend_8b.sh                        about 3 hours
 # One H200:                        RUN=python runs/backend_8b.sh             about a day
 # Two nodes of eight, on each:     NODE=0 (the other: 1) HUMAN_URL=http://human:8000/v1 \
 #     OUT=/shared/backend_8b GLOO_SOCKET_IFNAME=eth0 RUN="torchrun --nnodes 2 --nproc_per_node 8 \
 #     --rdzv_backend c10d --rdzv_endpoint node0:29500" runs/backend_8b.sh
-# These hours are estimated, and so are 130 GB of GPU memory in all for weights and their training
-# (docs/scaling.md has the arithmetic). Disk: 300 GB under OUT, which all nodes share.
+# These hours are estimated. 22 to 27 GB of each of eight GPUs, or 137 to 143 GB of one, are counted
+# (docs/scaling.md has both). Ranking takes 37 GB of each GPU, and 128 GB of host memory for eight
+# ranks. Disk: 300 GB under OUT, which all nodes share.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 # The files that take longest come first, in an order that makes two halves about equally long
 LONGEST = ("interruptions", "critic", "report", "recipes", "benchmark", "policy", "ranks",
-           "servers", "vision", "lora", "inputs", "rollout")
+           "servers", "vision", "lora", "inputs", "rollout", "fullsize")
 
 
 def pytest_collection_modifyitems(config, items):

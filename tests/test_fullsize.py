@@ -1,0 +1,56 @@
+"""What docs/scaling.md says of models that no machine here can hold, counted without their weights.
+
+Run: pytest tests/test_fullsize.py
+"""
+
+import pytest
+from conftest import ROOT, run_script
+
+MARKS = "<!-- python tests/fullsize.py --table -->\n", "<!-- end of the table -->"
+
+
+def rows_of(text):
+    """First cell -> the other cells, of a table's rows."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0].strip("`"): row[1:] for row in rows[1:]}
+
+
+def rows_printed(*arguments):
+    return rows_of(run_script("tests/fullsize.py", *arguments).stdout)
+
+
+@pytest.fixture(scope="module")
+def documented():
+    _, _, text = (ROOT / "docs/scaling.md").read_text().partition(MARKS[0])
+    table, end, _ = text.partition(MARKS[1])
+    assert end, MARKS
+    return rows_of(table)
+
+
+def test_the_document_has_the_recipes_that_are_counted(documented):
+    from fullsize import RECIPES
+
+    assert list(documented) == list(RECIPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["critic_8b", "rft_8b_reduce_once", "lora_7b_longest"])
+def test_the_peaks_of_full_size_steps_are_those_of_the_document(recipe, documented):
+    found, = rows_printed("--table", recipe).values()
+    stated = documented[recipe]
+    for mine, other in zip(found[2:6], stated[2:6], strict=True):
+        assert mine == other == "-" or number(mine) == pytest.approx(number(other), rel=0.01)
+    assert found[6:9] == stated[6:9]  # arithmetic and collectives
+
+
+def number(cell):
+    return float(cell.strip("*").replace(",", ""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["lora", "eight_ranks"])
+def test_peaks_and_arithmetic_without_data_are_those_of_small_models_that_really_run(model):
+    simulated, counted, allocated, products, equal = rows_printed("--validate", model)[model]
+    assert float(simulated) == pytest.approx(float(counted), rel=0.01)
+    assert float(simulated) == pytest.approx(float(allocated), rel=0.01)
+    assert float(products) == 1 and equal == "equal"
