@@ -101,10 +101,11 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
     apart = dtype == "bfloat16" and has_matrices(path) and not merged
+    quantised = hasattr(load_config(path), "quantization_config")
+    stored = dtype if quantised else "float32" if apart else "auto"
     try:
         model, report = model_class.from_pretrained(
-            path, dtype="float32" if apart else dtype, use_safetensors=True,
-            output_loading_info=True, **options)
+            path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
         raise SystemExit(
             f"{path}: could not open the model ({type(error).__name__}: {error}); expected a"
@@ -119,6 +120,9 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
             " checkpoint of one architecture; train it again or choose another")
     if apart:
         model = take_apart(model, path, torch.bfloat16)
+    elif dtype != stored:  # one by one, so that ranks never hold copies of the whole model
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device if move else "cpu", getattr(torch, dtype))
     return model.to(device) if move else model
 
 
