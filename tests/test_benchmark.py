@@ -50,7 +50,7 @@ def test_every_section_of_the_benchmark_prints_its_lines_and_both_sides_agree():
 def test_the_gpu_check_runs_dry_and_claims_no_gpu_figure():
     printed = run_script("tests/gpu_check.py", "--dry", env=ALONE, timeout=600).stdout
     assert "no figure here is a GPU's" in printed
-    for part in ("4 a forward, packed", "parity with the CPU", "resumed critic", "packed policy",
-                 "checkpoint of the run lora"):
+    for part in ("4 a forward, packed", "parity with the CPU", "resumed critic", "two ranks",
+                 "packed policy", "checkpoint of the run lora"):
         assert part in printed
     assert not re.search(r"\d%", printed)
