@@ -359,8 +359,9 @@ def what_helps(tasks, args):
     if any(pair_episodes(group, "all", args.margin) for group in groups):
         return ("No task has both a success and a failure: take --pairs all, which needs only"
                 " different rewards.")
-    return ("The episodes of a task are all worth the same: lower --margin, or collect more. A"
-            " model that never succeeds learns from demonstrations first (variants/sft.py).")
+    return ("The rewards of a task's episodes are equal, or differ by less than --margin"
+            f" {args.margin}: collect more. A model that never succeeds learns from demonstrations"
+            " first (variants/sft.py).")
 
 
 # -----------------------------------------------------------------------------
