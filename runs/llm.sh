@@ -12,16 +12,16 @@ MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 OUT=${OUT:-runs/out/llm}
 SEED=${SEED:-0}
 DTYPE=${DTYPE:-bfloat16}
-WORLD=8 # topics. 160 training tasks are 20 of each: enough to learn what a topic's tasks need
+WORLD=8 # topics: 120 training tasks are 15 of each, enough to learn what a topic's tasks need
 DEMONSTRATED=400
-TASKS=160
+TASKS=120
 TEST=200
 if [ -n "${SHORT:-}" ]; then
   DEMONSTRATED=8
   TASKS=8
   TEST=4
 fi
-TURNS=(--max_turns 9)
+TURNS=(--max_turns 12) # two more than there are details to ask for
 SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED")
 TRAINING=(--dtype "$DTYPE" --packed --micro_batch_size 8 --seed "$SEED")
 PAIRS=(--pairs success_vs_failure --shuffle groups --batch_size 24)
@@ -33,11 +33,10 @@ play() { # NAME AGENT FLAGS...: writes OUT/test/NAME.jsonl
     --output "$OUT/test/$1.jsonl" "${@:3}"
 }
 
-# 1. A chat model does not know that this human answers short questions one by one, and never
-# delivers a function. So it first imitates demonstrations, whose questions are drawn at random. In
-# twelve turns nearly all of them end with an answer
+# 1. A chat model does not know that this human answers short questions one by one, and delivers no
+# function that passes. So it first imitates demonstrations, whose questions are drawn at random
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
-  --samples_per_task 3 --max_turns 12 --agent scripted --output "$OUT/demonstrations.jsonl"
+  --samples_per_task 3 "${TURNS[@]}" --agent scripted --output "$OUT/demonstrations.jsonl"
 python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 2e-4 \
   --epochs 1 --batch_size 16 "${TRAINING[@]}" --output "$OUT/warm"
 
@@ -47,8 +46,14 @@ python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samp
 python collect.py --states "$OUT/episodes.jsonl" --states_fraction 1 --states_per_task 4 \
   --agent "$OUT/warm" "${SAMPLING[@]}" --batch_size 256 --output "$OUT/candidates.jsonl"
 
-# 3. The critic ranks them; the policy learns from the ranks
-python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
+# 3. The critic ranks them; the policy learns from the ranks. A model this small does not know what a
+# solution in its context is for: the critic's start learns it from dialogues whose agent follows one
+python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samples_per_task 2 \
+  "${TURNS[@]}" --agent scripted:informed --seed 1 --output "$OUT/informed.jsonl"
+python toy/make_base.py inform "$OUT/informed.jsonl" --output "$OUT/solution_first.jsonl"
+python variants/sft.py --episodes "$OUT/solution_first.jsonl" --model "$OUT/warm" --lr 1e-4 \
+  --epochs 1 --batch_size 16 "${TRAINING[@]}" --output "$OUT/reader"
+python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "${PAIRS[@]}" \
   --lr 1e-5 --epochs 1 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
   --candidates "$OUT/candidates.jsonl"
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
@@ -58,9 +63,9 @@ python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/war
 
 # 4. The baselines, on the same episodes
 python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
-  --batch_size 16 --lr 5e-5 --epochs 3 "${TRAINING[@]}" --output "$OUT/rft"
+  --batch_size 16 --lr 5e-5 --epochs 2 "${TRAINING[@]}" --output "$OUT/rft"
 python train_policy.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
-  --lr 1e-5 --epochs 2 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
+  --lr 1e-5 --epochs 1 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
 
 # 5. Test tasks that training has not seen, and the report
 play raw "$MODEL"
