@@ -16,10 +16,12 @@ WORLD=8 # topics: 120 training tasks are 15 of each, enough to learn what a topi
 DEMONSTRATED=400
 TASKS=120
 TEST=200
+RAW=20
 if [ -n "${SHORT:-}" ]; then
   DEMONSTRATED=8
   TASKS=8
   TEST=4
+  RAW=2
 fi
 TURNS=(--max_turns 12) # two more than there are details to ask for
 SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED")
@@ -33,8 +35,11 @@ play() { # NAME AGENT FLAGS...: writes OUT/test/NAME.jsonl
     --output "$OUT/test/$1.jsonl" "${@:3}"
 }
 
-# 1. A chat model does not know that this human answers short questions one by one, and delivers no
-# function that passes. So it first imitates demonstrations, whose questions are drawn at random
+# 1. The model as it is, on a few tasks: it does not know that this human answers short questions
+# one by one
+python collect.py --tasks "toy:backend:test:$WORLD" --num_tasks "$RAW" --samples_per_task 1 \
+  "${TURNS[@]}" --agent "$MODEL" "${SAMPLING[@]}" --output "$OUT/test/raw.jsonl"
+# So it first imitates demonstrations, whose questions are drawn at random
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
   --samples_per_task 3 "${TURNS[@]}" --agent scripted --output "$OUT/demonstrations.jsonl"
 python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 2e-4 \
@@ -55,7 +60,7 @@ python variants/sft.py --episodes "$OUT/solution_first.jsonl" --model "$OUT/warm
   --epochs 1 --batch_size 16 "${TRAINING[@]}" --output "$OUT/reader"
 python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "${PAIRS[@]}" \
   --lr 1e-5 --epochs 1 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
-  --candidates "$OUT/candidates.jsonl"
+  --candidates "$OUT/candidates.jsonl" --reference plain # what its start learnt counts, too
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
 python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
   --shuffle groups --batch_size 64 --lr 1e-5 --epochs 1 --beta 0.3 --nll 1 "${TRAINING[@]}" \
@@ -68,13 +73,12 @@ python train_policy.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${P
   --lr 1e-5 --epochs 1 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
 
 # 5. Test tasks that training has not seen, and the report
-play raw "$MODEL"
 play warm "$OUT/warm"
 play rft "$OUT/rft"
 play mtdpo "$OUT/mtdpo"
 play sweet "$OUT/sweet"
 POLICIES=()
-for name in warm raw rft mtdpo sweet; do
+for name in warm rft mtdpo sweet; do
   POLICIES+=("$name=$OUT/test/$name.jsonl")
 done
 python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
