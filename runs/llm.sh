@@ -3,7 +3,8 @@
 # plays the embedded world with the scripted human.
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
-# docs/measured.md says what SmolLM2-135M-Instruct reached. A killed run goes on where it stopped.
+# docs/measured.md says what SmolLM2-135M-Instruct reached, and that SWEET-RL's settings here do not
+# work yet. A killed run goes on where it stopped.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
 # SHORT=1 is a smoke run; SPLIT=valid plays the tasks that settings are chosen on.
 set -euo pipefail
@@ -63,8 +64,8 @@ python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "$
   --candidates "$OUT/candidates.jsonl" --reference plain # what its start learnt counts, too
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
 python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
-  --shuffle groups --batch_size 64 --lr 1e-5 --epochs 1 --beta 0.3 --nll 1 "${TRAINING[@]}" \
-  --output "$OUT/sweet"
+  --shuffle groups --pairs_per_state 2 --batch_size 64 --lr 3e-6 --epochs 1 --beta 0.3 --nll 1 \
+  "${TRAINING[@]}" --output "$OUT/sweet"
 
 # 4. The baselines, on the same episodes
 python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
