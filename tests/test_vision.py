@@ -364,7 +364,8 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
     one, *others = weights
     for other in others:
         for name, value in one.items():
-            assert torch.allclose(other[name], value, atol=1e-5), name
+            # the biases of keys have no gradient but rounding, which Adam makes as large as any
+            assert torch.allclose(other[name], value, atol=5e-5), name
 
 
 def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monkeypatch):
