@@ -37,19 +37,16 @@ import typing
 from pathlib import Path
 
 from colbench import (
-    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, lacks_answer, leak_share,
-    one_domain, reasons_of, split_message, states_of, without_thoughts)
+    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, leak_share, one_domain,
+    reasons_of, split_message, states_of, without_thoughts)
 from formats.read import group_by_task, load_episodes, read_tasks, state_key
-from judge.sandbox import ANSWER_MARKER
 from runtime.files import read_prompt
 from runtime.flags import FlagParser, add_dtype_flag, refuse_flag
 from runtime.processes import join_processes, launch
-from runtime.progress import Outcome
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
-from runtime.text import counted
 from speakers import check_speakers, load_speaker, refuse_unused
-from speakers.fill import fill, show_bug
+from speakers.fill import fill, report, show_bug
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.pool import elsewhere
 from toy.world import toy_tasks
@@ -253,32 +250,6 @@ def open_store(args, inputs, key, process):
     inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*models)]
     return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
                      keep=lambda row: not row.get("error"))
-
-
-def report(rows, args):
-    what = counted(len(rows), "state" if args.states else "episode")
-    print(f"{args.output}: {what}, {Outcome(rows)}")
-    if not args.states and "toy" not in rows[0]["task"]:  # whose base has yet to learn to answer
-        print(no_answer_hint(rows), end="")
-    failures = [row["error"] for row in rows if row.get("error")]
-    if failures:
-        print(f"First failure: {failures[0]}\nRerun the command to retry.")
-    if len(failures) == len(rows):
-        raise SystemExit("everything failed; expected the agent and the human to answer: see the"
-                         " reason above")
-
-
-def no_answer_hint(episodes):
-    """A line if most dialogues ended without an answer. Of pages, the last one counts."""
-    played = [episode for episode in episodes
-              if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
-    silent = sum(map(lacks_answer, played))
-    if silent <= len(played) / 2:
-        return ""
-    return (f"{silent} of {len(played)} dialogues ended without an answer; `python colbench.py"
-            f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise --max_turns"
-            " or --max_new_tokens, or start from a model that was trained on demonstrations"
-            " (variants/sft.py).\n")
 
 
 def read_rules(args, tasks):

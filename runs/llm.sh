@@ -38,8 +38,7 @@ play() { # NAME AGENT FLAGS...: writes OUT/test/NAME.jsonl
 
 # 1. The model as it is, on a few tasks: it does not know that this human answers short questions
 # one by one
-python collect.py --tasks "toy:backend:test:$WORLD" --num_tasks "$RAW" --samples_per_task 1 \
-  "${TURNS[@]}" --agent "$MODEL" "${SAMPLING[@]}" --output "$OUT/test/raw.jsonl"
+play raw "$MODEL" --num_tasks "$RAW"
 # So it first imitates demonstrations, whose questions are drawn at random
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
   --samples_per_task 3 "${TURNS[@]}" --agent scripted --output "$OUT/demonstrations.jsonl"

@@ -20,8 +20,8 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from formats.read import read_episodes  # noqa: E402
 from evaluate import score  # noqa: E402
+from formats.read import read_episodes  # noqa: E402
 from runs.toy_seeds import credit_metrics, table_parser  # noqa: E402
 
 POLICIES = ("base", "rft", "sweet", "sweet_positive_vs_negative", "sweet_no_privileged")

@@ -132,12 +132,7 @@ def load_state(folder, model, optimizer, process):
         return 0
     state = read_state(folder, process)
     parameters = trained_parameters(model)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # a step of length 0 makes the moments, which are then filled
-    optimizer.zero_grad()
+    make_moments(optimizer, parameters)
     with torch.no_grad():
         saved = zip(parameters, state["parameters"], state["moments"], strict=True)
         for parameter, weights, moments in saved:
@@ -145,6 +140,16 @@ def load_state(folder, model, optimizer, process):
             for name, value in moments.items():
                 local(optimizer.state[parameter][name]).copy_(value)
     return state["step"]
+
+
+def make_moments(optimizer, parameters):
+    """Let the optimiser make its moments, which are 0, in a step of length 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def read_state(folder, process):

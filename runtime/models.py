@@ -37,6 +37,10 @@ def load_part(auto_class, name, path):
                          " expected a Hugging Face name or directory") from None
 
 
+def is_quantised(config):
+    return getattr(config, "quantization_config", None) is not None
+
+
 def refuse_untrainable(path, max_length):
     """Refuse weights that are integers, which no gradient can move, and changing positions.
 
@@ -44,9 +48,8 @@ def refuse_untrainable(path, max_length):
     other log-probs beside a long one than alone, or in the reference pass.
     """
     config = load_config(path)
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None:
-        method = dict(quantisation).get("quant_method", "unknown")
+    if is_quantised(config):
+        method = dict(config.quantization_config).get("quant_method", "unknown")
         raise SystemExit(f"{path}: found a quantised model ({method}), expected floating-point"
                          " weights to train; give the model that it was made from")
     config = config.get_text_config()
@@ -101,8 +104,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
     apart = dtype == "bfloat16" and has_matrices(path) and not merged
-    quantised = hasattr(load_config(path), "quantization_config")
-    stored = dtype if quantised else "float32" if apart else "auto"
+    stored = dtype if is_quantised(load_config(path)) else "float32" if apart else "auto"
     try:
         model, report = model_class.from_pretrained(
             path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)

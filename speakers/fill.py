@@ -1,4 +1,4 @@
-"""Rows of a file, made side by side by jobs that ask speakers."""
+"""Rows of a file, made side by side by jobs that ask speakers, and what is said of them."""
 
 import sys
 import threading
@@ -6,7 +6,10 @@ import traceback
 
 from tqdm import tqdm
 
-from runtime.progress import Progress
+from colbench import DOMAINS, lacks_answer
+from judge.sandbox import ANSWER_MARKER
+from runtime.progress import Outcome, Progress
+from runtime.text import counted
 from speakers.interface import stop_if_given_up
 from speakers.pool import run
 
@@ -38,3 +41,30 @@ def show_bug():
     """Print the traceback of an exception that nobody expected, of the first one alone."""
     if FIRST_BUG.acquire(blocking=False):  # it is never released
         tqdm.write(traceback.format_exc(), file=sys.stderr)
+
+
+def report(rows, args):
+    """Print what a finished run has made, and the first failure; stop if all have failed."""
+    what = counted(len(rows), "state" if args.states else "episode")
+    print(f"{args.output}: {what}, {Outcome(rows)}")
+    if not args.states and "toy" not in rows[0]["task"]:  # whose base has yet to learn to answer
+        print(no_answer_hint(rows), end="")
+    failures = [row["error"] for row in rows if row.get("error")]
+    if failures:
+        print(f"First failure: {failures[0]}\nRerun the command to retry.")
+    if len(failures) == len(rows):
+        raise SystemExit("everything failed; expected the agent and the human to answer: see the"
+                         " reason above")
+
+
+def no_answer_hint(episodes):
+    """A line if most dialogues ended without an answer. Of pages, the last one counts."""
+    played = [episode for episode in episodes
+              if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
+    silent = sum(map(lacks_answer, played))
+    if silent <= len(played) / 2:
+        return ""
+    return (f"{silent} of {len(played)} dialogues ended without an answer; `python colbench.py"
+            f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise --max_turns"
+            " or --max_new_tokens, or start from a model that was trained on demonstrations"
+            " (variants/sft.py).\n")

@@ -39,7 +39,7 @@ import train_critic
 import train_policy
 from fast import packed
 from runtime import models
-from runtime.checkpoints import local, trained_parameters
+from runtime.checkpoints import local, make_moments, trained_parameters
 from runtime.lora import LINEAR_LAYERS, LoraSettings, add_matrices
 from runtime.processes import Process
 from runtime.training import Run
@@ -51,7 +51,7 @@ GB = 1e9
 # -----------------------------------------------------------------------------
 # Recipes
 
-MODELS = {  # width, of the MLP, layers, heads, heads of keys, vocabulary, whether tied
+MODELS = {  # family, width, of the MLP, layers, heads, heads of keys, vocabulary, whether tied
     "Llama 8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
     "Llama 70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
     "Qwen 0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
@@ -260,13 +260,9 @@ def train(recipe, ledger, figures, watches):
         for row in rows:
             row.reference = mine  # that of other ranks' rows is as large
 
-    # a step of length 0 makes the moments, as runtime.checkpoints.load_state does
     optimizer = torch.optim.AdamW(model.parameters(), 0.0, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
-    for parameter in trained_parameters(model):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    make_moments(optimizer, trained_parameters(model))
     for state in optimizer.state.values():
         for value in state.values():
             ledger.see(local(value), "moments")

@@ -11,11 +11,11 @@ import pytest
 from conftest import ROOT, dialogue, episode, run_script
 
 import colbench
-import collect
 from judge import sandbox
 from runtime.processes import Process
 from runtime.progress import Progress
 from runtime.training import Run
+from speakers.fill import no_answer_hint
 
 ALONE = Process(0, 1, None)
 
@@ -219,10 +219,10 @@ def test_a_hint_follows_when_most_dialogues_ended_without_an_answer():
                 for index, text in enumerate(last_messages)]
 
     answer = "I WANT TO ANSWER: x"
-    hint = collect.no_answer_hint(ended("what?", "why?", answer))
+    hint = no_answer_hint(ended("what?", "why?", answer))
     assert "2 of 3 dialogues ended without" in hint
-    assert collect.no_answer_hint(ended("what?", answer)) == ""
-    assert collect.no_answer_hint([episode("t", None, error="gone")]) == ""
+    assert no_answer_hint(ended("what?", answer)) == ""
+    assert no_answer_hint([episode("t", None, error="gone")]) == ""
 
 
 def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatch):

@@ -364,8 +364,12 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
     one, *others = weights
     for other in others:
         for name, value in one.items():
-            # the biases of keys have no gradient but rounding, which Adam makes as large as any
-            assert torch.allclose(other[name], value, atol=5e-5), name
+            bound = torch.full_like(value, 1e-5)
+            if name.endswith("qkv.bias"):
+                # keys' biases have no gradient but rounding, which Adam makes as large as any
+                _, keys, _ = bound.chunk(3)
+                keys.fill_(5e-5)
+            assert ((other[name] - value).abs() <= bound + 1e-5 * value.abs()).all(), name
 
 
 def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monkeypatch):

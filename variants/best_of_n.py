@@ -28,13 +28,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from collect import collect_episodes, collect_parser, open_agent, report
+from collect import collect_episodes, collect_parser, open_agent
 from collect import parse_args as check_args
 from colbench import without_thoughts
 from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import read_flags, read_run
 from speakers import load_speaker
+from speakers.fill import report
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
 
