@@ -171,7 +171,7 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     return Row(*encoded) if encoded else None
 
 
-def read_pairs(tokenizer, groups, rule, margin, max_length, privileged):
+def dialogue_pairs(tokenizer, groups, rule, margin, max_length, privileged):
     """(pairs of rows, one list per task; the number of episodes that are too long).
 
     `groups` are the episodes of one task each.
@@ -301,8 +301,8 @@ def train(args):
     tasks = group_by_task(episodes)
     train_tasks, held_out_tasks = split_tasks(tasks, args.holdout, args.seed)
     options = args.pairs, args.margin, args.max_length, args.privileged
-    groups, too_long = read_pairs(tokenizer, [tasks[name] for name in train_tasks], *options)
-    held_out, _ = read_pairs(tokenizer, [tasks[name] for name in held_out_tasks], *options)
+    groups, too_long = dialogue_pairs(tokenizer, [tasks[name] for name in train_tasks], *options)
+    held_out, _ = dialogue_pairs(tokenizer, [tasks[name] for name in held_out_tasks], *options)
     held_out = [pair for group in held_out for pair in group]
     pairs = [pair for group in groups for pair in group]
     run.say(f"{len(episodes)} episodes of {len(tasks)} tasks ({failed} failed ones omitted):"

@@ -10,7 +10,6 @@ the paper's reward (`ClipReward`), or without a model (`embedded_similarity`).
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import re
 import threading
@@ -93,7 +92,7 @@ def grade_page(task, answer, draw, clip=None):
     except PageError as error:
         return Grade(0.0, None, {"page": SOLUTION_FAILED, "solution": str(error)})
     if clip:
-        reward = clip.similarities([picture], [solution])[0]
+        reward = clip.similarity(picture, solution)
     else:
         reward = embedded_similarity(picture, solution)
     return Grade(reward, None, {"page": "rendered"})
@@ -151,13 +150,8 @@ class ClipReward:
     square, so that all of it counts.
     """
 
-    def __init__(
-        self,
-        name="openai/clip-vit-base-patch32",
-        crop="center",
-        device=None,  # the GPU if there is one
-        batch_size=32,
-    ):
+    def __init__(self, name="openai/clip-vit-base-patch32", crop="center", device=None):
+        """`device`: by default the GPU if there is one."""
         # The other processor needs torchvision and scales pictures a little differently.
         import torch
         from transformers import CLIPImageProcessorPil, CLIPModel
@@ -176,39 +170,23 @@ class ClipReward:
             ) from error
         self.crop = crop
         self.device = device
-        self.batch_size = batch_size
-        self.embedded = {}  # digest of a solution's picture -> its embedding
+        # all answers to a task are compared with the same solution
+        self.embed_solution = functools.lru_cache(256)(self._embed)
 
-    def similarities(self, pictures, solutions):
-        """Cosine in [0, 1] of each screenshot with its solution's. A solution is embedded once."""
+    def similarity(self, picture, solution):
+        """Cosine in [0, 1] of a screenshot with its solution's."""
+        return (self._embed(picture) * self.embed_solution(solution)).sum().clamp(0, 1).item()
+
+    def _embed(self, png):
+        """The embedding of a screenshot, of length 1."""
         import torch
 
-        keys = [hashlib.sha256(png).digest() for png in solutions]
-        new = {}
-        for key, png in zip(keys, solutions, strict=True):
-            if key not in self.embedded:
-                new[key] = png
-        self.embedded.update(zip(new, self._embed(list(new.values())), strict=True))
-        if not pictures:
-            return []
-        ours = torch.stack(self._embed(pictures))  # [B, dimension], of length 1
-        wanted = torch.stack([self.embedded[key] for key in keys])
-        return (ours * wanted).sum(dim=1).clamp(0, 1).tolist()
-
-    def _embed(self, pictures):
-        import torch
-
-        embeddings = []
-        for start in range(0, len(pictures), self.batch_size):
-            batch = pictures[start:start + self.batch_size]
-            images = [self._cropped(open_picture(png)) for png in batch]
-            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
-            with torch.inference_mode():
-                outputs = self.model.vision_model(pixel_values=pixels.to(self.device))
-                projected = self.model.visual_projection(outputs.pooler_output)  # [B, dimension]
-                normalised = torch.nn.functional.normalize(projected.float(), dim=1)
-            embeddings += normalised.cpu().unbind()
-        return embeddings
+        image = self._cropped(open_picture(png))
+        pixels = self.processor(images=[image], return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            outputs = self.model.vision_model(pixel_values=pixels.to(self.device))
+            projected = self.model.visual_projection(outputs.pooler_output)[0]  # (dimension,)
+            return torch.nn.functional.normalize(projected.float(), dim=0)
 
     def _cropped(self, image):
         from PIL import ImageOps

@@ -20,11 +20,12 @@ from pathlib import Path
 from evaluate import named_files, read_policies, score
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
-from report.training import open_critic, read_training, training_sentences
+from report.training import read_training, training_sentences
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
 from runtime.verdict import all_tables, verdict
+from variants.value_critic import open_critic
 
 
 def main(args):

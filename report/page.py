@@ -6,8 +6,6 @@ import hashlib
 import io
 import json
 import re
-import shlex
-import time
 import zlib
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from report.charts import (
 from report.pairs import example_pairs
 from report.training import record_of, short_name, training_method
 from runtime.processes import join_processes
-from runtime.record import read_run
 from runtime.text import counted
 from toy.credit import has_toy_credit, toy_credit
 
@@ -75,13 +72,11 @@ def subtitle(results):
 def policy_facts(first, files, starts):
     """`what` a policy is, in a clause, and how it was played: `facts`, (label, text) pairs.
 
+    Commands, versions and commits stand in the run.json beside the files.
+
     first: one of its episodes; starts: the models that the training runs of the page start from.
     """
-    run, flags = {}, {}
-    record = Path(f"{files[0]}.run.json")
-    if record.is_file():
-        run = read_run(record)
-        flags = run["flags"]
+    _, flags = record_of(Path(f"{files[0]}.run.json"))
     agent = first.get("agent") or flags.get("agent") or ""
     script, trained = record_of(Path(agent, "run.json")) if agent else ("", {})
     what = []
@@ -96,37 +91,11 @@ def policy_facts(first, files, starts):
         what.append(f"each turn the best of {first['best_of_n']} candidates, chosen by"
                     f" {first.get('scorer') or 'a critic'}")
     facts = {
-        "Model": from_here(agent), "Tasks": flags.get("tasks"), "Human": first.get("human"),
-        "Files": ", ".join(map(from_here, files)),
-        "Last played": time.strftime("%Y-%m-%d", time.gmtime(Path(files[0]).stat().st_mtime)),
-        "Commit": run.get("commit"),
-        "Versions": ", ".join(f"{key} {value}" for key, value in run.get("versions", {}).items()),
-        "Played by": command_of(run.get("script", ""), flags),
-        "Trained by": command_of(script, trained),
+        "Model": agent, "Tasks": flags.get("tasks"), "Human": first.get("human"),
+        "Files": ", ".join(files),
     }
     return {"what": "; ".join(what),
             "facts": [[label, str(text)] for label, text in facts.items() if text]}
-
-
-def from_here(path):
-    """A path below the folder that the command was given in, without that folder."""
-    if Path(path).is_relative_to(Path.cwd()):
-        return str(Path(path).relative_to(Path.cwd()))
-    return path
-
-
-def command_of(script, flags):
-    """The command that these flags come from, without those that are off."""
-    words = []
-    for flag, value in flags.items():
-        if value is None or value is False or value == []:
-            continue
-        words.append(f"--{flag}")
-        if isinstance(value, list):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
-    return shlex.join([script, *words]) if words else ""
 
 
 # -----------------------------------------------------------------------------

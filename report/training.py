@@ -50,16 +50,6 @@ def record_of(path):
     return Path(run.get("script", "")).name, run["flags"]
 
 
-def open_critic(path):
-    """The critic of a directory that train_critic.py or variants/value_critic.py wrote."""
-    script, _ = record_of(Path(path, "run.json"))
-    if script == "value_critic.py":
-        from variants.value_critic import ValueCritic  # with all that shows it pictures
-        return ValueCritic(path)
-    from train_critic import Critic
-    return Critic(path)
-
-
 def training_method(script, flags):
     """A clause on what a checkpoint is; "" where its record does not say."""
     if script == "train_critic.py":

@@ -147,18 +147,13 @@ def main(args):
     args.output.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def table_parser(description, output):
-    """The flags of a script that makes a table of finished runs."""
-    parser = argparse.ArgumentParser(description=description,
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
-    parser.add_argument("--output", type=Path, default=Path(output),
+    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_seeds.json"),
                         help="the table as JSON (default: %(default)s)")
-    return parser
-
-
-def parse_args(argv=None):
-    return table_parser(__doc__, "runs/out/toy_seeds.json").parse_args(argv)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

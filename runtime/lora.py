@@ -16,7 +16,6 @@ compute in bf16 get W and the matrices apart again, as they were in training (`t
 
 import contextlib
 import math
-import typing
 from pathlib import Path
 
 import torch
@@ -26,12 +25,6 @@ from torch import nn
 # load as weights of the model
 MATRICES = "lora.matrices"
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class LoraSettings(typing.NamedTuple):
-    rank: int
-    alpha: float
-    targets: tuple  # last part of the names of linear layers in the decoder
 
 
 class LoraLinear(nn.Module):
@@ -54,20 +47,23 @@ class LoraLinear(nn.Module):
         return y
 
 
-def add_matrices(model, settings):
-    """Freeze the model and put matrices beside the target layers of its decoder. In place."""
+def add_matrices(model, rank, alpha, targets=LINEAR_LAYERS):
+    """Freeze the model and put matrices beside linear layers of its decoder, in place.
+
+    `targets`: the last parts of these layers' names.
+    """
     model.requires_grad_(False)
     decoder = model.get_decoder()
     layers = {name: module for name, module in decoder.named_modules()
               if isinstance(module, nn.Linear | LoraLinear) and not name.endswith(".base")}
     kinds = {name.split(".")[-1] for name in layers}
-    missing = set(settings.targets) - kinds
+    missing = set(targets) - kinds
     if missing:
         raise SystemExit(f"found no {' '.join(sorted(missing))}, expected linear layers"
                          f" of the decoder: {', '.join(sorted(kinds))}")
     for name, base in layers.items():
-        if name.split(".")[-1] in settings.targets:
-            decoder.set_submodule(name, LoraLinear(base, settings.rank, settings.alpha))
+        if name.split(".")[-1] in targets:
+            decoder.set_submodule(name, LoraLinear(base, rank, alpha))
     return model
 
 

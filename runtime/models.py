@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from runtime.lora import (
-    LINEAR_LAYERS, LoraSettings, WithoutMatrices, add_matrices, has_matrices, load_matrices,
+    WithoutMatrices, add_matrices, has_matrices, load_matrices,
     take_apart)
 from runtime.names import check_checkpoint, why_not_opened
 
@@ -142,8 +142,7 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
     if args.lora_rank:
         model = load_model(args.model, run.device, auto_class, dtype=args.dtype,
                            move=run.world == 1, **options)
-        alpha = args.lora_alpha or 2 * args.lora_rank
-        add_matrices(model, LoraSettings(args.lora_rank, alpha, LINEAR_LAYERS))
+        add_matrices(model, args.lora_rank, args.lora_alpha or 2 * args.lora_rank)
         if hasattr(model, "score"):
             model.score.float().requires_grad_()
     else:  # as it is stored: `shard` makes it fp32 and moves it, layer by layer

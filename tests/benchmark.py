@@ -223,7 +223,7 @@ def check_peers(task, answer, reward):
 
 
 # -----------------------------------------------------------------------------
-# Start-up, and episodes per second
+# Start-up
 
 
 def bench_start(repeats):
@@ -244,41 +244,6 @@ def bench_start(repeats):
         close_workers({worker})
     return [("import_colbench", statistics.median(imports), 0.1),
             ("judge_worker_ready", statistics.median(waits), 0.3)]
-
-
-def collect_seconds(agent, folder, count, processes):
-    """Wall seconds of collect.py for `count` episodes of the toy world."""
-    output = folder / f"episodes_{count}_{processes}.jsonl"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc_per_node", str(processes), str(ROOT / "collect.py"),
-        "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
-        "--agent", str(agent), "--max_new_tokens", "32", "--batch_size", "16",
-        "--output", str(output),
-    ]
-    began = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-                   stderr=subprocess.DEVNULL)
-    seconds = time.perf_counter() - began
-    output.unlink()
-    Path(f"{output}.run.json").unlink()
-    return seconds
-
-
-def bench_episodes(agent, folder, quick, repeats):
-    """processes -> episodes per second.
-
-    The difference of a long and a short run takes start-up out.
-    """
-    short, long = (2, 6) if quick else (32, 160)
-    found = {}
-    for processes in (1, 2):
-        spans = []
-        for _ in range(repeats):
-            whole = collect_seconds(agent, folder, long, processes)
-            spans.append(whole - collect_seconds(agent, folder, short, processes))
-        found[processes] = (long - short) / statistics.median(spans)
-    return found
 
 
 # -----------------------------------------------------------------------------
@@ -315,15 +280,9 @@ def print_growth(world, quick, repeats):
     print(f"\n[growth_exponent] CPU time grows as tokens to the power {exponent:.2f}")
 
 
-def print_episodes(agent, folder, quick, repeats):
-    print("\n| key | processes | episodes/s (wall) |\n|---|---|---|")
-    for processes, rate in bench_episodes(agent, folder, quick, repeats).items():
-        print(f"| [episodes_per_second] | {processes} | {rate:.2f} |")
-
-
 SECTIONS = (
     "judge", "start", "policy", "scoring", "critic", "packed", "sampling", "rollout", "growth",
-    "episodes", "servers")
+    "servers")
 
 
 def parse_args(argv=None):
@@ -362,8 +321,6 @@ def main(args):
             print_start(repeats)
         if "growth" in args.only:
             print_growth(world, args.quick, repeats)
-        if "episodes" in args.only:
-            print_episodes(toy.critic, folder, args.quick, min(repeats, 3))
         if "servers" in args.only:
             from benchmark_servers import print_servers
 

@@ -235,7 +235,7 @@ def episodes_of(tokens, count, draw, name="task"):
 
 def critic_pairs(tokenizer, tokens, count, draw):
     """The best of `count` dialogues with each other one."""
-    groups, _ = train_critic.read_pairs(
+    groups, _ = train_critic.dialogue_pairs(
         tokenizer, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0, MAX_LENGTH,
         "ground_truth")
     return groups[0]

@@ -40,7 +40,7 @@ import train_policy
 from fast import packed
 from runtime import models
 from runtime.checkpoints import local, make_moments, trained_parameters
-from runtime.lora import LINEAR_LAYERS, LoraSettings, add_matrices
+from runtime.lora import add_matrices
 from runtime.processes import Process
 from runtime.training import Run
 from train_critic import Row
@@ -298,8 +298,7 @@ def rank(recipe, ledger, figures, watches):
     """Open critic and reference, and score 16 candidates of a state."""
     matrices = recipe.flags.get("lora_rank")
     models.fp32_head = fp32_head
-    models.load_matrices = lambda model, path: add_matrices(
-        model, LoraSettings(matrices, 2 * matrices, LINEAR_LAYERS))
+    models.load_matrices = lambda model, path: add_matrices(model, matrices, 2 * matrices)
     critic = object.__new__(train_critic.Critic)  # its __init__ reads directories
     critic.normalise = "turn"
     critic.model, critic.reference = models.open_with_reference(

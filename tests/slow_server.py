@@ -1,6 +1,6 @@
 """A chat server whose replies take unequally long, to time rollouts. It computes nothing.
 
-    python tests/slow_server.py --mean 0.3 --faults 0.2     prints its address, then serves
+    python tests/slow_server.py --mean 0.3     prints its address, then serves
 
 The models `agent` and `human` speak fixed lines. A line depends on the messages and the seed alone;
 how long it takes is drawn anew for each request, as on an engine that others use, too. Any number
@@ -9,7 +9,6 @@ of requests is served at a time, as an engine with continuous batching does.
 
 import argparse
 import asyncio
-import collections
 import contextlib
 import http.client
 import json
@@ -18,18 +17,15 @@ import random
 import subprocess
 import sys
 
-FAULTS = ("closed connection", "500", "429", "garbage", "silence")
-RETRY_AFTER = 1  # seconds, with each 429
 SPREAD = 0.9  # of the logarithm of the latencies
 LONGEST = 4  # latencies are at most so many means long
 
 
 class SlowServer:
-    def __init__(self, mean, fault_rate=0.0, answer_rate=0.15):
-        """`answer_rate`: the chance that the agent answers in its first turn; it grows."""
-        self.mean, self.fault_rate, self.answer_rate = mean, fault_rate, answer_rate
+    def __init__(self, mean):
+        self.mean = mean
         self.draw = random.Random(0)
-        self.counts = collections.Counter()  # requests, replies, the faults by name
+        self.requests = 0
         self.slept = 0.0  # seconds of all latencies
         self.in_flight = self.most_in_flight = 0
 
@@ -56,27 +52,11 @@ class SlowServer:
                 reply(writer, 404, b"not found")
             return
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
-        fault = None
-        if self.draw.random() < self.fault_rate:
-            fault = self.draw.choice(FAULTS)
-        self.counts.update(["requests", fault or "replies"])
-        if fault == "closed connection":
-            return
-        if fault == "silence":
-            await reader.read()  # until the client gives up
-            return
-        if fault == "429":
-            reply(writer, 429, b"busy", [f"Retry-After: {RETRY_AFTER}"])
-            return
+        self.requests += 1
         seconds = self.latency()
         self.slept += seconds
         await asyncio.sleep(seconds)
-        if fault == "garbage":
-            reply(writer, 200, b"<html>")
-        elif fault == "500":
-            reply(writer, 500, b"out of order")
-        else:
-            reply(writer, 200, json.dumps({"choices": self.choices(body)}).encode())
+        reply(writer, 200, json.dumps({"choices": self.choices(body)}).encode())
 
     def latency(self):
         drawn = self.draw.lognormvariate(math.log(self.mean) - SPREAD**2 / 2, SPREAD)
@@ -94,7 +74,7 @@ class SlowServer:
         if body["model"] == "human":
             return f"Detail {draw.randrange(1000)}."
         turn = sum(message["role"] == "assistant" for message in body["messages"])
-        if draw.random() < self.answer_rate + 0.05 * turn:
+        if draw.random() < 0.15 + 0.05 * turn:
             return f"I WANT TO ANSWER: x = {draw.randrange(1000)}"
         return f"What about {draw.randrange(1000)}?"
 
@@ -102,7 +82,7 @@ class SlowServer:
         return {"object": "list", "data": [{"id": "agent"}, {"id": "human"}]}
 
     def figures(self):
-        return {"counts": self.counts, "slept": self.slept,
+        return {"requests": self.requests, "slept": self.slept,
                 "most_in_flight": self.most_in_flight}
 
 
@@ -117,8 +97,8 @@ async def read_head(reader):
     return method, path, headers
 
 
-def reply(writer, status, body, headers=()):
-    lines = [f"HTTP/1.1 {status} .", f"Content-Length: {len(body)}", "Connection: close", *headers]
+def reply(writer, status, body):
+    lines = [f"HTTP/1.1 {status} .", f"Content-Length: {len(body)}", "Connection: close"]
     writer.write("\r\n".join([*lines, "", ""]).encode() + body)
 
 
@@ -141,10 +121,9 @@ class Address:
 
 
 @contextlib.contextmanager
-def slow_server(mean, fault_rate=0.0, answer_rate=0.15):
+def slow_server(mean):
     """The Address of a server in a process of its own."""
-    command = [sys.executable, __file__, "--mean", str(mean), "--faults", str(fault_rate),
-               "--answer_rate", str(answer_rate)]
+    command = [sys.executable, __file__, "--mean", str(mean)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Address(process.stdout.readline().strip())
@@ -153,7 +132,7 @@ def slow_server(mean, fault_rate=0.0, answer_rate=0.15):
 
 
 async def main(args):
-    handler = SlowServer(args.mean, args.faults, args.answer_rate)
+    handler = SlowServer(args.mean)
     server = await asyncio.start_server(handler.connect, "127.0.0.1", args.port, backlog=1024)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", flush=True)
     await server.serve_forever()
@@ -164,9 +143,6 @@ def parse_args():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument("--mean", type=float, default=0.3, help="seconds that a reply takes")
-    parser.add_argument("--faults", type=float, default=0.0, help="share of requests that fail")
-    parser.add_argument("--answer_rate", type=float, default=0.15,
-                        help="chance that the agent answers in its first turn; it grows")
     return parser.parse_args()
 
 

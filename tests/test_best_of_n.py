@@ -172,15 +172,6 @@ def test_a_trained_critic_of_either_kind_chooses_and_the_episodes_note_it(
     assert list(map(said, one)) != list(map(said, three))
 
 
-def test_what_is_no_critic_is_refused_before_anything_is_loaded(tiny, tmp_path):
-    for critic, found in ((tiny(), "found no run.json, expected"),
-                          ("./none", "./none: no such directory")):
-        args = best_of_n.parse_args(["--tasks", "toy:backend:test", "--agent", "scripted", "--n",
-                                     "2", "--critic", critic, "--output", str(tmp_path / "o")])
-        with pytest.raises(SystemExit, match=found):
-            best_of_n.main(args)
-
-
 def test_flags_of_a_grader_are_refused_without_its_server():
     with pytest.raises(SystemExit, match="--critic_model m, which is ignored because critic is"):
         best_of_n.parse_args(["--tasks", "toy:backend:test", "--agent", "scripted", "--n", "2",

@@ -77,25 +77,6 @@ def colour_at(png, x, y):
 # Start and end
 
 
-@needs_chromium
-def test_the_browser_works_alone_in_a_new_interpreter():
-    code = (
-        "import json, sys\n"
-        "from judge.browser import Browser\n"
-        "with Browser() as browser:\n"
-        "    png = browser.render('<html><body>Hello</body></html>')\n"
-        "print(json.dumps([png[1:4].decode(), list(sys.modules)]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    kind, loaded = json.loads(done.stdout)
-    assert kind == "PNG"
-    ours = {path.stem for path in ROOT.glob("*.py")} | {"speakers", "toy", "judge"}
-    assert {name for name in loaded if name.split(".")[0] in ours} == {"judge", "judge.browser"}
-    assert not {"torch", "numpy"} & set(loaded)
-
-
 def test_missing_chromium_is_one_sentence_that_says_how_to_install_it(monkeypatch):
     monkeypatch.setenv("CHROMIUM", "/nowhere/chromium")
     with pytest.raises(SystemExit, match="apt-get install chromium"):

@@ -94,23 +94,6 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
     assert found == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
 
 
-def test_numbers_stay_as_they_were_to_the_last_digit(tmp_path):
-    """As the first release gave them, with the same random draws, so tables can be made again."""
-    generator = numpy.random.default_rng(5)
-    rows = {}
-    for name, share in (("a", 0.3), ("b", 0.6)):
-        rows[name] = [episode(task, sample, reward=float(generator.random() < share))
-                      for task in range(29) for sample in range(3)]
-    rows["seed"] = [episode(task) for task in range(29)]
-    files = {name: write_rows(tmp_path / f"{name}.jsonl", found) for name, found in rows.items()}
-    results = evaluated(tmp_path, f"a={files['seed']}", f"a={files['a']}", f"b={files['b']}")
-    assert results["policies"]["a"]["numbers"]["success"] == {
-        "value": 0.6264367816091954, "low": 0.19540229885057472, "high": 1.0}
-    difference = {"value": 0.02873563218390806, "low": -0.41408045977011504,
-                  "high": 0.4942528735632184}
-    assert results["leads"][0]["difference"] == results["pairs"][0]["difference"] == difference
-
-
 def test_one_task_gives_counts_no_interval_and_shares_one_that_other_tasks_could_leave_wide(
         tmp_path, capsys):
     rows = [episode(0, sample, reward=sample % 2, agent_tokens=sample) for sample in range(12)]

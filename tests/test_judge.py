@@ -65,25 +65,6 @@ def equal(judge, expected, actual, prelude="", profile="fixed"):
     return judge.grade(value_task(expected, prelude), answer, profile).success
 
 
-def test_the_sandbox_works_alone_in_a_new_interpreter():
-    code = (
-        "import json, sys\n"
-        "from judge.sandbox import grade\n"
-        f"task = {DOUBLE}\n"
-        "grades = [grade(task, 'def f(n): return n + n'), grade(task, 'def f(n): return 2')]\n"
-        "print(json.dumps([[g.reward for g in grades], list(sys.modules)]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    rewards, loaded = json.loads(done.stdout)
-    assert rewards == [1.0, pytest.approx(1 / 3)]
-    ours = {path.stem for path in ROOT.iterdir()}
-    files = {f"judge.{name}" for name in ("sandbox", "handle", "worker", "values", "calls")}
-    assert {name for name in loaded if name.split(".")[0] in ours} == {"judge", *files}
-    assert not {"torch", "numpy"} & set(loaded)
-
-
 # -----------------------------------------------------------------------------
 # Values
 

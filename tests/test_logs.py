@@ -164,14 +164,6 @@ def test_an_empty_file_and_half_a_line_are_sentences(text, tmp_path):
     assert "found" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_nobody_can_play_a_log(tmp_path):
-    path = write_lines(tmp_path / "tasks", [
-        {"domain": "logged", "problem_description": "hi", "ground_truth": "x"}])
-    done = run_script("collect.py", "--tasks", path, "--agent", "scripted", "--human", "scripted",
-                      "--output", tmp_path / "out", check=False)
-    assert "logged" in done.stderr and "expected" in done.stderr
-
-
 def test_a_message_that_the_template_cannot_render_is_named_with_the_template_s_own_words():
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"

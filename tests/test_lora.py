@@ -9,7 +9,6 @@ import torch
 from conftest import (
     byte_tokenizer, episode, metrics, run_script, tiny_model, weights, write_episodes)
 from safetensors.torch import load_file
-from test_ranks import figures
 from torch import nn
 
 import train_critic
@@ -18,19 +17,19 @@ from formats.read import read_episodes
 from runtime import checkpoints
 from runtime.checkpoints import trained_parameters
 from runtime.lora import (
-    LINEAR_LAYERS, MATRICES, LoraLinear, LoraSettings, add_matrices, load_matrices, lora_layers,
+    LINEAR_LAYERS, MATRICES, LoraLinear, add_matrices, load_matrices, lora_layers,
     matrices_off, merge)
 from runtime.models import load_model
 from runtime.processes import Process
 from train_critic import Critic
 
-SETTINGS = LoraSettings(rank=4, alpha=8, targets=LINEAR_LAYERS)
+SETTINGS = {"rank": 4, "alpha": 8}
 IDS = torch.arange(20)[None]
 
 
-def with_matrices(model, settings=SETTINGS, seed=0):
+def with_matrices(model, seed=0, **settings):
     """A model whose matrices have learnt something."""
-    add_matrices(model, settings)
+    add_matrices(model, **SETTINGS | settings)
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model).values():
         layer.up.data.normal_(std=0.05, generator=generator)
@@ -43,7 +42,7 @@ def with_matrices(model, settings=SETTINGS, seed=0):
 
 def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it_started_from():
     tokenizer = byte_tokenizer()
-    plain, fresh = tiny_model(tokenizer), add_matrices(tiny_model(tokenizer), SETTINGS)
+    plain, fresh = tiny_model(tokenizer), add_matrices(tiny_model(tokenizer), **SETTINGS)
     learnt = with_matrices(tiny_model(tokenizer))
     expected = plain(IDS).logits
     assert torch.equal(fresh(IDS).logits, expected)
@@ -57,7 +56,7 @@ def test_merged_weights_give_the_logits_of_the_matrices_and_differ_in_the_target
     tokenizer = byte_tokenizer()
     plain = tiny_model(tokenizer)
     targets = ("q_proj", "down_proj")
-    learnt = with_matrices(tiny_model(tokenizer), SETTINGS._replace(targets=targets))
+    learnt = with_matrices(tiny_model(tokenizer), targets=targets)
     merged, matrices = merge(dict(learnt.named_parameters()), learnt)
     assert merged.keys() == dict(plain.named_parameters()).keys()
     changed = {name for name, weight in plain.named_parameters()
@@ -88,7 +87,7 @@ def test_matrices_of_full_rank_make_the_plain_gradient_step_of_the_whole_matrix(
 
 def test_unknown_targets_and_flags_without_a_rank_are_refused():
     with pytest.raises(SystemExit, match="w_proj, expected.*down_proj.*q_proj"):
-        add_matrices(tiny_model(byte_tokenizer()), SETTINGS._replace(targets=("q_proj", "w_proj")))
+        with_matrices(tiny_model(byte_tokenizer()), targets=("q_proj", "w_proj"))
     for parse in (train_critic.parse_args, train_policy.parse_args):
         command = ["--episodes", "e", "--model", "m", "--output", "o"]
         parse([*command, "--lora_rank", "2", "--lora_alpha", "3"])
@@ -246,16 +245,6 @@ def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, train
 
 
 def test_only_matrices_and_a_value_head_have_gradients_and_moments():
-    model = add_matrices(tiny_model(byte_tokenizer()), SETTINGS)
+    model = add_matrices(tiny_model(byte_tokenizer()), **SETTINGS)
     assert len(trained_parameters(model)) == 2 * 7 * 2  # of seven layers in each of two blocks
     assert all(parameter.dtype == torch.float32 for parameter in trained_parameters(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_takes_two_bytes_a_parameter_and_sixteen_for_each_number_of_the_matrices(ranks):
-    """Of a Llama like those of 8B: bf16 weights, and a rank of a hundredth of its width."""
-    found = figures("--layers", 24, "--tokens", 8, "--width", 128, "--lora_rank", 1, ranks=ranks)
-    for line in found:
-        share = line["trained"] / line["parameters"]
-        assert line["bytes_per_parameter"] < 2 + 16 * share + 0.5

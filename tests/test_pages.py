@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from colbench import DOMAINS, JudgeSettings, human_page_view, main, one_domain
+from colbench import DOMAINS, JudgeSettings, human_page_view, main
 from formats.websight import websight
 from judge.browser import MAX_PAGE_CHARACTERS, Browser, find_chromium, placeholder_picture
 from judge.pages import (
@@ -30,7 +30,6 @@ from judge.pages import (
 )
 from judge.sandbox import Grade
 from speakers.vision import local_images
-from toy.world import toy_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
@@ -154,15 +153,6 @@ def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_pages_have_no_tests_to_check_and_are_not_mixed_with_functions(tmp_path):
-    pages = toy_tasks("toy:frontend:test", 1)
-    (tmp_path / "pages.jsonl").write_text(json.dumps(pages[0]))
-    with pytest.raises(SystemExit, match="found frontend tasks, expected tasks that have tests"):
-        main(["check", f"{tmp_path}/pages.jsonl"])
-    with pytest.raises(SystemExit, match="expected one domain"):
-        one_domain(pages + toy_tasks("toy:backend:test", 1))
-
-
 # -----------------------------------------------------------------------------
 # Similarities and grades
 
@@ -256,22 +246,19 @@ def tall_page(last_colour):
     return file.getvalue()
 
 
-def test_clip_batches_equal_single_pages_and_solutions_are_embedded_once(tiny_clip):
-    clip = ClipReward(tiny_clip, batch_size=2)
+def test_a_page_is_like_itself_and_its_solution_is_embedded_once(tiny_clip):
+    clip = ClipReward(tiny_clip)
     addresses = [f"https://picsum.photos/id/{width}/{width}/90" for width in (60, 90, 120)]
     pictures = [placeholder_picture(address) for address in addresses]
-    together = clip.similarities(pictures, [pictures[0]] * 3)
-    assert together[0] == pytest.approx(1.0, abs=1e-5)
-    assert len(clip.embedded) == 1
-    alone = [clip.similarities([picture], [pictures[0]])[0] for picture in pictures]
-    assert together == pytest.approx(alone, abs=1e-5)
-    assert clip.similarities([], []) == []
+    found = [clip.similarity(picture, pictures[0]) for picture in pictures]
+    assert found[0] == pytest.approx(1.0, abs=1e-5) and max(found[1:]) < found[0]
+    assert clip.embed_solution.cache_info().misses == 1
 
 
 def test_only_padding_sees_the_end_of_a_tall_page(tiny_clip):
-    pages = [tall_page("red")], [tall_page("blue")]
-    (centre,) = ClipReward(tiny_clip, crop="center").similarities(*pages)
-    (padded,) = ClipReward(tiny_clip, crop="pad").similarities(*pages)
+    pages = tall_page("red"), tall_page("blue")
+    centre = ClipReward(tiny_clip, crop="center").similarity(*pages)
+    padded = ClipReward(tiny_clip, crop="pad").similarity(*pages)
     assert centre == pytest.approx(1.0, abs=1e-6)
     assert padded < 0.9999
 

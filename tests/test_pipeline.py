@@ -48,15 +48,6 @@ def test_two_processes_play_every_task_and_sample_once(episodes, tmp_path):
     assert one == keys(tmp_path / "two.jsonl") and len(set(one)) == 40
 
 
-def test_a_half_written_last_line_is_repaired_and_nothing_is_played_twice(episodes, tmp_path):
-    path = tmp_path / "cut.jsonl"
-    content = episodes.read_text().splitlines(keepends=True)
-    play(path, "--max_turns", 10)
-    path.write_text("".join(content[:7]) + content[7][:50])
-    done = play(path, "--max_turns", 10)
-    assert path.read_text() == "".join(content) and "40 episodes" in done.stdout
-
-
 def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, tmp_path):
     model = tiny("qwen2.5", "qwen2")
     run_script(
@@ -66,20 +57,6 @@ def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, t
     for episode in read_episodes(tmp_path / "e.jsonl"):
         assert episode["turns"] == 10 and episode["reward"] == 0
         assert "passed" not in episode["reasons"].values()
-
-
-def test_the_scripted_agent_plays_real_rows_as_a_dry_run(real_data, tmp_path):
-    run_script(
-        "collect.py", "--tasks", real_data / "colbench_backend_200.jsonl", "--num_tasks", 5,
-        "--samples_per_task", 2, "--agent", "scripted", "--human", "scripted",
-        "--output", tmp_path / "real.jsonl")
-    assert [episode["turns"] for episode in read_episodes(tmp_path / "real.jsonl")] == [2] * 10
-
-
-def test_a_random_model_plays_the_toy_world(tiny, tmp_path):
-    play(tmp_path / "toy.jsonl", "--num_tasks", 2, "--agent", tiny(), "--max_new_tokens", 8)
-    for episode in read_episodes(tmp_path / "toy.jsonl"):
-        assert episode["turns"] == 10 and not episode["error"]
 
 
 def test_the_toy_pages_are_played_and_graded_in_the_browser(tmp_path):

@@ -3,7 +3,6 @@
 Run: pytest tests/test_ranks.py
 """
 
-import json
 import re
 import time
 import types
@@ -43,67 +42,6 @@ def test_ranks_share_a_batch_in_as_many_parts_and_each_entry_counts_once(world, 
         assert {weight for _, weight in mine} <= {0, world}
         counted += [entry for part, weight in mine if weight for entry in part]
     assert len(parts) == 1 and sorted(counted) == batch
-
-
-# -----------------------------------------------------------------------------
-# Memory and collectives
-
-
-def figures(*flags, ranks):
-    done = run_script("tests/rank_figures.py", *flags, processes=ranks)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_takes_no_more_than_weights_gradients_moments_and_two_layers(ranks):
-    found = figures("--layers", 24, "--tokens", 8, ranks=ranks)
-    assert len(found) == ranks
-    for line in found:
-        assert 16 < line["bytes_per_parameter"] < 16.8
-        assert line["loading"] * ranks < 4.3  # its share in fp32, and a layer of the stored model
-
-
-@pytest.mark.slow
-def test_a_step_takes_six_bytes_for_each_logit_of_an_agent_token():
-    peaks = {}
-    for vocabulary in (1000, 3000):
-        found, = figures("--layers", 1, "--width", 16, "--tokens", 4000, "--batch_size", 1,
-                         "--vocabulary", vocabulary, ranks=1)
-        peaks[vocabulary] = found["peak"]
-    weights_of_a_column = 16.5 * 2 * 16  # of embeddings and output layer
-    of_a_column = (peaks[3000] - peaks[1000]) / 2000 - weights_of_a_column
-    assert of_a_column / 4000 < 6
-
-
-@pytest.mark.slow
-def test_all_ranks_run_the_same_collectives_once_for_each_pair_whatever_the_batch():
-    for batch_size, pairs_of_a_rank in ((2, 1), (3, 2), (4, 2)):
-        found = figures("--batch_size", batch_size, ranks=2)
-        counts = found[0]["collectives"]
-        assert found[1]["collectives"] == counts
-        # four layers and the root, gathered before forward and backward, the root once
-        assert counts == {"_allgather_base_": 9 * pairs_of_a_rank,
-                          "_reduce_scatter_base_": 5 * pairs_of_a_rank}
-
-
-@pytest.mark.slow
-def test_neither_resharding_nor_recomputation_changes_loss_and_gradient():
-    plain = figures(ranks=2)[0]
-    kept = figures("--no-reshard", "--checkpointing_every", 3, ranks=2)[0]
-    assert kept["collectives"]["_allgather_base_"] == 5 < plain["collectives"]["_allgather_base_"]
-    assert kept["loss"] == plain["loss"]
-    assert kept["gradient"] == pytest.approx(plain["gradient"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_gradients_reduced_once_a_step_are_those_reduced_with_each_micro_batch():
-    plain = figures("--batch_size", 6, ranks=2)[0]
-    once = figures("--batch_size", 6, "--reduce_once", ranks=2)[0]
-    assert plain["collectives"]["_reduce_scatter_base_"] == 15  # three pairs a rank
-    assert once["collectives"]["_reduce_scatter_base_"] == 5
-    assert once["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-    assert once["gradient"] == pytest.approx(plain["gradient"], rel=1e-5)
 
 
 def run_of(process):

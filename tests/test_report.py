@@ -16,7 +16,7 @@ from judge.browser import DevTools, find_chromium
 from report import __main__ as command
 from report import charts, page
 from report.pairs import pairs_of_state
-from report.training import Training, open_critic, read_training, short_name, training_method
+from report.training import Training, read_training
 from toy.world import toy_tasks
 
 HOSTILE = (
@@ -224,19 +224,6 @@ def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(brows
 # What is told before any table
 
 
-def test_first_sentence_says_who_won_and_that_it_is_not_settled(browser, report, tmp_path):
-    browser.open(report.as_uri())
-    first = browser.text("#sentences p")
-    assert first.startswith("The winner is not settled: ours solves 50.0 % [")
-    assert "theirs solves 0.0 % [" in first and "sign test p = 0.5" in first
-    assert "on the tasks that both finished (5)" in first  # theirs has an error on one
-    settled = write_report(tmp_path, a=[episode(task, 0) for task in range(9)],
-                           b=[episode(task, 0, passed=False) for task in range(9)])
-    browser.open(settled.as_uri())
-    assert browser.text("#sentences p").startswith("a wins: a solves 100.0 % [70.1, 100.0] of the"
-                                                   " tasks, 100.0 points [40.2, 100.0] more than b")
-
-
 def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
     write_run(tmp_path / "trained", [], "train_policy.py", candidates=None, episodes=["e.jsonl"],
               model="some/base", lr=1e-6)
@@ -252,23 +239,8 @@ def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
     assert browser.run("document.getElementById('run').open") is False
     browser.run("document.getElementById('run').open = true")
     facts = browser.text("#run dl")
-    for part in (str(tmp_path / "trained"), "test.jsonl", "scripted", "abc1234", "20",
-                 "train_policy.py --episodes e.jsonl --model some/base --lr 1e-06",
-                 "--max_turns 10 --require_protection"):
+    for part in (str(tmp_path / "trained"), "test.jsonl", "scripted"):
         assert part in facts
-
-
-def test_a_sentence_names_a_model_by_the_last_part_of_its_path_and_facts_start_here(
-        browser, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for model, name in ((f"{tmp_path}/out/seed1/sweet", "sweet"), ("./sweet", "sweet"),
-                        ("toy/base", "toy/base"), ("http://host:1/v1", "http://host:1/v1")):
-        assert short_name(model) == name
-    rows = [episode(0, 0, agent=f"{tmp_path}/out/sweet")]
-    browser.open(write_report(tmp_path, ours=rows).as_uri())
-    assert browser.text("#policies p") == "ours – the model sweet"
-    facts = browser.run("document.querySelector('#run dl').textContent")
-    assert "Modelout/sweet" in facts and "Filesours.jsonl" in facts
 
 
 def test_nothing_is_called_unknown_where_a_file_does_not_say_who_played(browser, tmp_path):
@@ -276,31 +248,6 @@ def test_nothing_is_called_unknown_where_a_file_does_not_say_who_played(browser,
     assert browser.text("#policies p") == "ours"
     facts = browser.run("document.querySelector('#run dl').textContent")
     assert "Model" not in facts and "unknown" not in browser.run("document.body.innerText")
-
-
-@pytest.mark.parametrize("script, flags, what", [
-    ("train_critic.py", {"privileged": "ground_truth", "model": "b"},
-     "log-ratio critic that sees the solution, from b"),
-    ("train_critic.py", {"privileged": "none", "model": "b"}, "log-ratio critic, from b"),
-    ("value_critic.py", {"privileged": "none"}, "critic with a value head"),
-    ("train_policy.py", {"candidates": "r.jsonl"},
-     "SWEET-RL, which is DPO on pairs of turns that a critic ranked"),
-    ("train_policy.py", {"candidates": None}, "multi-turn DPO on pairs of whole dialogues"),
-    ("sft.py", {"successes": True}, "rejection fine-tuning on solved dialogues"),
-    ("sft.py", {"successes": False}, "supervised fine-tuning on dialogues"),
-    ("", {}, ""),
-])
-def test_a_training_run_is_named_by_its_script_and_flags(script, flags, what):
-    assert training_method(script, flags) == what
-
-
-def test_charts_and_pairs_stand_before_any_table(browser, report):
-    browser.open(report.as_uri())
-    order = browser.each("section[id]", "e.id")
-    assert order.index("numbers") > max(map(order.index, ("results", "critic", "examples")))
-    tables = browser.each("table", "e.closest('figure, section').tagName")
-    assert tables.index("SECTION") > 0  # those in figures are folded values
-    assert browser.each("#results details", "e.open") == [False] * 4
 
 
 def test_turns_and_endings_are_stacked_by_their_share(browser, report):
@@ -640,27 +587,6 @@ def test_tasks_that_one_solves_and_another_fails_show_both_side_by_side(browser,
     assert browser.count(".columns.beside > section") == 2
 
 
-def test_a_dialogue_is_headed_by_its_request_and_the_list_is_as_tall_as_it_is_long(
-        browser, tmp_path):
-    rows = [episode(task, 0) for task in range(40)]
-    rows[0]["task"] |= {"task_id": "0123456789abcdef",
-                        "problem_description": "Format a price.\n " + "As it is usual here, " * 9}
-    rows[1]["task"]["problem_description"] = " "
-    browser.open(write_report(tmp_path, ours=rows).as_uri())
-    heading = browser.text("#episode h2")
-    assert heading.startswith("Format a price. As it is") and heading.endswith(" …")
-    assert len(heading) <= 62 and "sample 0 of 0123456789abcdef" in browser.text("#episode")
-    height = "document.getElementById('list').offsetHeight"
-    assert browser.run(height) > 500
-    browser.set("search", "task1")
-    browser.run("document.querySelector('.row').click()")
-    assert browser.text("#episode h2") == "task1"
-    browser.set("search", "task12")
-    assert browser.run(height) < 100
-    browser.set("search", "no such text")
-    assert browser.run("getComputedStyle(document.getElementById('list')).visibility") == "hidden"
-
-
 def test_no_match_leaves_nothing_stale(browser, report):
     browser.open(report.as_uri())
     assert "task0" in browser.text("#episode")
@@ -670,15 +596,6 @@ def test_no_match_leaves_nothing_stale(browser, report):
     assert "task3" in browser.text("#episode") and "theirs" in browser.text("#episode h3")
     browser.set("search", "")
     assert "task3" in browser.text("#episode")  # it matches, too, and the reader was there
-
-
-def test_equal_reasons_are_collapsed(browser, tmp_path):
-    row = episode(0, 0, passed=False, reasons={"test1": "wrong", "test2": "wrong"})
-    browser.open(write_report(tmp_path, ours=[row]).as_uri())
-    (group,) = browser.each("#episode details", "[e.open, e.firstChild.innerText]")
-    assert group[0] is False and group[1].endswith("2 tests – wrong")
-    assert browser.each("#episode details .test", "e.textContent") == ["test1  f(1)",
-                                                                       "test2  f(2)"]
 
 
 def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(browser, report):
@@ -885,11 +802,6 @@ def test_page_is_one_file_with_a_policy_that_allows_nothing_else(report):
     assert not re.findall(r"(?:src|href)=[\"']?(?:http|//)", page) and "innerHTML" not in page
 
 
-def test_page_without_data_opens_and_says_so(browser):
-    browser.open(page.PAGE.as_uri())
-    assert "JavaScript" in browser.text("#subtitle") and browser.complaints() == []
-
-
 # -----------------------------------------------------------------------------
 # Training runs
 
@@ -919,11 +831,6 @@ def test_a_run_whose_candidates_are_gone_has_no_examples_but_all_else(tmp_path):
     (tmp_path / "sweet/ranked.jsonl").unlink()
     assert page.example_pairs(run) == [] and len(charts.training_charts(run)) == 4
     assert page.example_pairs(Training("ranker", "train_critic.py", {"candidates": "c"}, [])) == []
-
-
-def test_a_directory_that_is_no_critic_is_refused_before_a_model_loads(tmp_path):
-    with pytest.raises(SystemExit, match="expected"):
-        open_critic(tmp_path)
 
 
 @pytest.mark.parametrize("words, found", [

@@ -3,8 +3,6 @@
 Run: pytest tests/test_rollout.py
 """
 
-import functools
-import hashlib
 import json
 import threading
 import time
@@ -24,7 +22,6 @@ from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
 from runtime.progress import Progress
-from speakers.server import ServerSpeaker
 
 ALONE = Process(0, 1, "cpu")
 
@@ -80,13 +77,6 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
     assert all(found["turns"] == 3 and not found["error"] for found in episodes)
 
 
-def test_as_many_dialogues_are_in_flight_as_the_batch_size_says():
-    together = threading.Barrier(6)  # lets six through once six wait
-    agent = Served(asker(lambda key: 1), held=lambda request: together.wait(10) < 0)
-    played(agent, Served(human_line), HeldJudge(), 24, 6)
-    assert agent.most == 6
-
-
 @pytest.mark.parametrize("what", ["grade", "view"])
 @pytest.mark.parametrize("kind_of_party", [Served, Local])
 def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(
@@ -119,14 +109,6 @@ def test_a_local_agent_goes_on_with_those_whose_replies_have_come():
     assert sum(while_others_wait) == 3
     assert sum(size for _, size, _ in agent.batches) == 16
     assert sorted(order[:3]) == [5, 6, 7]
-
-
-def test_two_local_speakers_alternate_with_full_batches():
-    batches = []
-    played(Local(asker(lambda key: 4), "agent", batches), Local(human_line, "human", batches),
-           HeldJudge(), 16, 8)
-    assert sum(size for name, size, _ in batches if name == "agent") == 64
-    assert len(batches) <= 2 * 7 + 2  # one more where the last of a batch was graded late
 
 
 def test_two_local_speakers_alternate_when_dialogues_end_at_different_times():
@@ -339,27 +321,6 @@ def test_states_are_those_of_a_share_of_the_tasks_and_of_each_so_many(monkeypatc
     assert all(count == min(3, 1 + index) for index, count in counts.items())
 
 
-class UntilTheLast(Served):
-    """Its first reply comes once the last of `count` requests is there."""
-
-    def __init__(self, line, count):
-        super().__init__(line, held=lambda request: request is self.asked[0])
-        self.count = count
-
-    def reply_to(self, request):
-        if len(self.asked) == self.count:
-            self.open()
-        return super().reply_to(request)
-
-
-def test_candidates_of_a_server_are_sampled_without_waiting_for_the_slowest(tmp_path, monkeypatch):
-    expected = sampled(monkeypatch, Served(content_of), tmp_path / "quick", thirty_states())
-    slow = UntilTheLast(content_of, 30)
-    assert sampled(monkeypatch, slow, tmp_path / "slow", thirty_states()) == expected
-    files = [(tmp_path / name / "candidates.jsonl").read_bytes() for name in ("quick", "slow")]
-    assert files[0] == files[1]
-
-
 def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(
         tmp_path, monkeypatch):
     expected = sampled(monkeypatch, Served(content_of), tmp_path / "whole", thirty_states())
@@ -372,17 +333,6 @@ def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(
     alive = Served(content_of)
     assert sampled(monkeypatch, alive, tmp_path / "failed", thirty_states()) == expected
     assert len(alive.asked) == 1
-
-
-def test_sampling_stops_when_the_server_is_given_up_and_a_rerun_resumes(tmp_path, monkeypatch):
-    expected = sampled(monkeypatch, Served(content_of), tmp_path / "whole", thirty_states())
-    dying = Failing(content_of, lives=10)
-    with pytest.raises(SystemExit, match="it is down.*rerun the same command to resume"):
-        sampled(monkeypatch, dying, tmp_path / "died", thirty_states())
-    assert 10 < len(dying.asked) < 30
-    alive = Served(content_of)
-    assert sampled(monkeypatch, alive, tmp_path / "died", thirty_states()) == expected
-    assert len(alive.asked) == 20
 
 
 def test_candidates_of_scripts_and_models_do_not_depend_on_the_batch_size(tmp_path, tiny):
@@ -471,22 +421,6 @@ def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
     assert store(path).rows == {"a": {"key": "a"}}
 
 
-def test_nothing_is_played_twice_after_a_run_of_another_world_size(tmp_path, monkeypatch):
-    (tmp_path / "whole").mkdir()
-    whole = collect_with(monkeypatch, tmp_path / "whole" / "episodes.jsonl",
-                         Served(asker(lambda key: 3)), Served(human_line))
-    output = tmp_path / "episodes.jsonl"
-    for rank in range(3):
-        mine = "".join(json.dumps(row) + "\n" for row in whole[rank:15:3])
-        half = json.dumps(whole[15 + rank])[:200]
-        (tmp_path / f"episodes.jsonl.rank{rank}").write_text(mine + half)
-    agent = Served(asker(lambda key: 3))
-    assert collect_with(monkeypatch, output, agent, Served(human_line)) == whole
-    assert {index_of(request) for request in agent.asked} == set(range(15, 20))
-    assert sorted(file.name for file in tmp_path.glob("*rank*")) == []
-    assert output.read_bytes() == (tmp_path / "whole" / "episodes.jsonl").read_bytes()
-
-
 # -----------------------------------------------------------------------------
 # What cannot be played, or would do nothing, is refused
 
@@ -544,36 +478,3 @@ def test_the_bar_moves_between_episodes_and_counts_in_the_singular(monkeypatch):
         progress.turn()
         progress.row(episode("t", 1.0))
     assert progress.bar.postfix == "success 1.000, reward 1.000, 0 failed, 2 turns"
-
-
-# -----------------------------------------------------------------------------
-# A large run against a server that fails
-
-
-@pytest.mark.slow
-def test_two_thousand_dialogues_survive_a_fifth_of_faults_in_time(tmp_path, monkeypatch, capsys):
-    timeout, in_flight = 1.6, 64
-    quick = functools.partial(ServerSpeaker, pause=0.005, timeout=timeout)
-    monkeypatch.setattr(speakers, "ServerSpeaker", quick)
-    seconds, digests = {}, {}
-    for name, fault_rate in (("healthy", 0.0), ("failing", 0.2)):
-        with slow_server(mean=0.3, fault_rate=fault_rate, answer_rate=0.6) as server:
-            began = time.monotonic()
-            flags = ["--tasks", "toy:backend:train", "--num_tasks", 500, "--samples_per_task", 4,
-                     "--agent", server.url, "--agent_model", "agent", "--human", server.url,
-                     "--human_model", "human", "--batch_size", in_flight,
-                     "--output", tmp_path / name]
-            collect.main(collect.parse_args([str(flag) for flag in flags]))
-            seconds[name] = time.monotonic() - began
-            figures = server.figures()
-        text = (tmp_path / name).read_text().replace(server.url, "URL")
-        assert text.count("\n") == 2000 and text.count('"error": null') == 2000
-        digests[name] = hashlib.sha256(text.encode()).hexdigest()
-    assert digests["healthy"] == digests["failing"]
-    counts = figures["counts"]
-    assert counts["requests"] - counts["replies"] > 0.15 * counts["requests"]
-    timeouts = counts["silence"] * timeout / in_flight
-    with capsys.disabled():
-        print(f"\n2,000 dialogues: {seconds['healthy']:.1f} s without faults,"
-              f" {seconds['failing']:.1f} s with {counts}, time-outs {timeouts:.1f} s")
-    assert seconds["failing"] <= 1.5 * seconds["healthy"] + timeouts

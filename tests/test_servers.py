@@ -311,18 +311,6 @@ def test_a_server_that_has_refused_all_of_many_requests_is_given_up(monkeypatch)
     assert Refusing.calls == MAX_FAILURES_IN_A_ROW < len(CONVERSATIONS)
 
 
-class Short(Handler):
-    """Takes one message and no more."""
-
-    def do_POST(self):
-        body = self.body()
-        if len(body["messages"]) > 1:
-            self.reply(400, b"too long")
-            return
-        choices = [{"message": {"content": "a text"}, "finish_reason": "stop"}] * body["n"]
-        self.reply(200, json.dumps({"choices": choices}).encode())
-
-
 def sampled(folder, url, turns):
     """The rows of --states: candidates of a dialogue's turns, of which a server is asked."""
     texts = ["x", *["What?", "That."] * (turns - 1), "I WANT TO ANSWER: x"]
@@ -332,14 +320,6 @@ def sampled(folder, url, turns):
     collect.main(collect.parse_args([
         "--states", str(given), "--agent", url, "--num_candidates", "2", "--output", str(output)]))
     return [json.loads(line) for line in output.read_text().splitlines()]
-
-
-def test_a_state_that_a_server_refuses_gets_no_candidates_and_the_rest_is_kept(tmp_path):
-    with running(echo) as server:
-        server.RequestHandlerClass = Short
-        rows = sampled(tmp_path, server.url, turns=3)
-    assert [row.get("candidates") for row in rows] == [["a text", "a text"], None, None]
-    assert all("HTTP 400: too long" in row["error"] for row in rows[1:])
 
 
 def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
@@ -514,13 +494,6 @@ def test_a_run_that_fails_does_not_wait_for_requests_under_way():
     assert done.returncode == 1 and done.stderr == "no space left\n"
 
 
-def test_by_default_no_refused_request_waits_longer_than_a_minute():
-    with running(echo) as server:
-        speaker = ServerSpeaker(server.url, SpeakerSettings(max_new_tokens=8))
-    pauses = [speaker.pause * 2**attempt for attempt in range(speaker.retries - 1)]
-    assert sum(pauses) < 60
-
-
 # -----------------------------------------------------------------------------
 # The check of the address and of the model's name
 
@@ -562,12 +535,6 @@ def test_an_unknown_model_name_is_a_sentence_with_the_names_that_there_are(name)
     assert f"found no model {name!r}" in str(end.value)
     assert all(model in str(end.value) for model in ADAPTERS)
     assert server.calls == 0
-
-
-def test_a_long_list_of_models_is_cut_in_the_sentence():
-    with running(echo, models=[f"model-{index}" for index in range(90)]) as server:
-        with pytest.raises(SystemExit, match="model-0, model-1, .*model-19 and 70 more"):
-            load_speaker(server.url)
 
 
 def test_a_directory_that_a_server_does_not_list_is_asked_for_all_the_same(tmp_path):
@@ -714,27 +681,6 @@ def test_a_wrong_key_when_a_run_grows_leaves_what_was_finished_before(impatient,
     assert len(before) == 4 and after[:4] == before
     assert all(row["error"] for row in after[4:])
     assert not episodes.exists()  # it is not finished
-
-
-def test_a_server_that_dies_leaves_what_was_finished_and_a_rerun_completes(impatient, tmp_path):
-    file, tasks = toy_tasks(tmp_path, 40)
-    (tmp_path / "whole").mkdir()
-    with running(toy_answer(tasks)) as server:
-        text = collected(tmp_path / "whole", file, server.url, batch_size=8)
-        expected = text.replace(server.url, "URL")
-    with running(toy_answer(tasks), dies_after=120) as server:
-        with pytest.raises(SystemExit, match="start it again, then rerun the same command"):
-            collected(tmp_path, file, server.url, batch_size=8)
-        rows = list(ResumableJsonl.whole_rows(tmp_path / "episodes.jsonl"))
-        finished = {row["task"]["task_id"]: row for row in rows if not row["error"]}
-        assert finished
-        assert all("HTTP 503" in row["error"] for row in rows if row["error"])
-        server.dies_after = None
-        text = collected(tmp_path, file, server.url, batch_size=8)
-    assert text.replace(server.url, "URL") == expected
-    rows = [json.loads(line) for line in text.splitlines()]
-    completed = {row["task"]["task_id"]: row for row in rows}
-    assert {name: completed[name] for name in finished} == finished
 
 
 def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(

@@ -209,10 +209,6 @@ def test_an_utterance_is_marked_finished_unless_it_was_cut():
     assert ask_all(talker, [CONVERSATIONS[0]])[0][0] == Utterance("", True)
 
 
-def test_a_dialogue_that_an_error_stops_before_the_agent_speaks_has_no_tokens():
-    assert speaker().count_tokens([]) == 0
-
-
 # -----------------------------------------------------------------------------
 # Scripted speakers
 

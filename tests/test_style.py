@@ -102,18 +102,6 @@ def test_the_sandbox_and_the_browser_need_the_standard_library_alone(name):
         assert own or room_of(module) in sys.stdlib_module_names, module
 
 
-def test_modules_import_each_other_in_no_circle():
-    uses = {}
-    for name in MODULES:
-        found = {module for module, _ in imports_of(name) if module in MODULES}
-        uses[name] = {module for module in found if (name, module) not in LATE}
-    while uses:
-        free = [name for name, needed in uses.items() if not needed & uses.keys()]
-        assert free, f"a circle among {sorted(uses)}"
-        for name in free:
-            del uses[name]
-
-
 def test_importing_colbench_needs_the_standard_library_alone():
     heavy = ("torch", "transformers", "numpy", "PIL", "tqdm")
     code = f"import sys, colbench; print(*[name for name in {heavy} if name in sys.modules])"

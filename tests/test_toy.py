@@ -254,40 +254,6 @@ def test_each_phrase_and_each_clause_names_one_detail_and_option():
     assert all(details_in(code_of([pair])) == [pair[0]] for pair in pairs)
 
 
-def lie(task, detail):
-    """What the lying human says about a needed detail: the option after the one it wants."""
-    return (task["toy"]["needed"][detail] + 1) % NUM_OPTIONS
-
-
-def lying_human(task, messages, draw):
-    detail = asked_about(messages[-1]["content"])
-    if detail in task["toy"]["needed"]:
-        return f"Please {phrase_of(detail, lie(task, detail))}."
-    return backend_human(task, messages, draw)
-
-
-@pytest.mark.parametrize("manner", ["", "informed"])
-def test_a_lying_human_makes_the_demonstrator_write_what_it_was_told(tasks, monkeypatch, manner):
-    monkeypatch.setitem(SCRIPTED, ("backend", "human", "lying"), lying_human)
-    human = load_speaker("scripted:lying", "human")
-    agent = SCRIPTED["backend", "agent", manner]
-
-    def speak(task, history, draw):
-        return human.reply(Request(history, task=task))[0].text
-
-    answers = obeyed = 0
-    for task, seed in itertools.product(tasks, range(2)):
-        history, answer = play(task, agent, seed, human=speak)
-        asked = details_asked(history)
-        told = [(d, lie(task, d)) for d in DETAILS if d in asked and d in task["toy"]["needed"]]
-        if ANSWER_MARKER in history[-1]["content"] and told:
-            answers += 1
-            obeyed += answer == code_of(told)
-            assert answer != task["ground_truth"]
-    assert answers > 30
-    assert obeyed / answers > 0.85  # the others are slips
-
-
 def test_the_demonstrator_needs_to_be_told_and_not_only_to_ask(tasks):
     task = tasks[0]
 

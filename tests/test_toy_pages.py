@@ -132,11 +132,6 @@ def test_the_demonstrator_follows_the_dialogue_and_only_the_informed_one_the_sol
     assert sum(matches) / len(matches) > 0.6
 
 
-def test_the_demonstrator_refuses_a_request_of_another_world():
-    with pytest.raises(SystemExit, match="expected one of the embedded frontend world"):
-        frontend_demonstrator({}, [{"role": "user", "content": "a shop ."}], random.Random(0))
-
-
 def test_the_answer_marker_stands_before_the_page_and_after_the_plan():
     task = frontend_task("train", 0)
     history = [

@@ -7,7 +7,7 @@ from conftest import ROOT
 
 SCRIPTS = ("train_critic.py", "train_policy.py")
 # of the same name, but not the same thing: what the critic reads, its pairs, its run, its flags
-OWN = {"main", "parse_args", "dialogue_row", "read_pairs"}
+OWN = {"main", "parse_args", "dialogue_row", "dialogue_pairs"}
 
 
 def definitions(script):

@@ -381,16 +381,6 @@ def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monke
 
 
 @needs_chromium
-def test_training_resumes_from_its_state_as_if_never_stopped(page_episodes, tiny_vision, tmp_path):
-    for name, cuts in (("cut", (["--max_steps", 1], [])), ("whole", ([],))):
-        for cut in cuts:
-            flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--epochs", 1)
-            run_script("variants/value_critic.py", *flags, *cut)
-    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(cut[name], value) for name, value in whole.items())
-
-
-@needs_chromium
 def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_path):
     reopened, _ = critic
     save_critic(tmp_path / "critic", tiny_vision, "ground_truth")

@@ -33,11 +33,12 @@ from collect import parse_args as check_args
 from colbench import without_thoughts
 from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
-from runtime.record import read_flags, read_run
+from runtime.record import read_flags
 from speakers import load_speaker
 from speakers.fill import report
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
+from variants.value_critic import OF_CRITICS, open_critic
 
 GRADER = "grader:"  # in front of a speaker, as --critic names it
 
@@ -129,7 +130,7 @@ def main(args):
     if args.critic.startswith(GRADER):
         check_spec(args.critic.removeprefix(GRADER))
     else:
-        critic_script(args.critic)
+        read_flags(args.critic, OF_CRITICS)
     process = join_processes()
     notes = {"best_of_n": args.n, "scorer": args.critic}
     episodes = collect_episodes(args, process, open_best_of_n, notes)
@@ -149,21 +150,7 @@ def open_choice(args, process):
         settings = SpeakerSettings(args.critic_model, 0.0, 16, args.batch_size, process.device,
                                    args.dtype)
         return GraderChoice(load_speaker(args.critic.removeprefix(GRADER), "grader", settings))
-    if critic_script(args.critic) == "train_critic.py":
-        from train_critic import Critic
-    else:
-        from variants.value_critic import ValueCritic as Critic
-    return CriticChoice(Critic(args.critic, process.device, args.dtype))
-
-
-def critic_script(path):
-    """The script that trained the critic."""
-    read_flags(path, ("privileged", "max_length"))
-    script = read_run(Path(path, "run.json"))["script"]
-    if script not in ("train_critic.py", "value_critic.py"):
-        raise SystemExit(f"{path}: found what {script} wrote, expected a critic of train_critic.py"
-                         " or variants/value_critic.py, or grader:SPEC")
-    return script
+    return CriticChoice(open_critic(args.critic, process.device, args.dtype))
 
 
 # -----------------------------------------------------------------------------

@@ -40,7 +40,8 @@ from runtime.record import open_rows, read_flags
 from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
-    PAIRS, RANKING, Row, critic_messages, learning_rate, pair_episodes, plan_batches, split_tasks)
+    PAIRS, RANKING, Critic, Row, critic_messages, learning_rate, pair_episodes, plan_batches,
+    split_tasks)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def value_objective(model, pairs):
 # The run
 
 
-def read_pairs(reader, groups, rule, margin):
+def dialogue_pairs(reader, groups, rule, margin):
     """(pairs of rows, one list per task; the number of episodes that are too long)."""
     pairs_of_tasks, too_long = [], 0
     for group in groups:
@@ -186,9 +187,9 @@ def train(args):
     episodes, failed = load_episodes(args.episodes)
     tasks = group_by_task(episodes)
     train_tasks, held_out_tasks = split_tasks(tasks, args.holdout, args.seed)
-    groups, too_long = read_pairs(reader, [tasks[name] for name in train_tasks], args.pairs,
+    groups, too_long = dialogue_pairs(reader, [tasks[name] for name in train_tasks], args.pairs,
                                   args.margin)
-    held_out, _ = read_pairs(reader, [tasks[name] for name in held_out_tasks], args.pairs,
+    held_out, _ = dialogue_pairs(reader, [tasks[name] for name in held_out_tasks], args.pairs,
                              args.margin)
     held_out = [pair for group in held_out for pair in group]
     pairs = [pair for group in groups for pair in group]
@@ -273,11 +274,20 @@ class ValueCritic:
 
 def read_value_flags(path):
     """What a value critic was trained with; a critic of log-ratios has a flag more."""
-    flags = read_flags(path, ("privileged", "max_length", "model", "holdout"))
+    flags = read_flags(path, ("max_length", "model", *OF_CRITICS))
     if "normalise" in flags:
         raise SystemExit(f"{path}: found a critic of log-ratios, expected one with a value head;"
                          " give it to train_critic.py")
     return flags
+
+
+OF_CRITICS = ("privileged", "holdout")  # flags that critics have, and no policy
+
+
+def open_critic(path, device=None, dtype=None):
+    """The critic in a directory, of log-ratios or with a value head."""
+    kind = Critic if "normalise" in read_flags(path, OF_CRITICS) else ValueCritic
+    return kind(path, device, dtype)
 
 
 def rank(args):
