@@ -187,10 +187,9 @@ def train(args):
     episodes, failed = load_episodes(args.episodes)
     tasks = group_by_task(episodes)
     train_tasks, held_out_tasks = split_tasks(tasks, args.holdout, args.seed)
-    groups, too_long = dialogue_pairs(reader, [tasks[name] for name in train_tasks], args.pairs,
-                                  args.margin)
-    held_out, _ = dialogue_pairs(reader, [tasks[name] for name in held_out_tasks], args.pairs,
-                             args.margin)
+    options = args.pairs, args.margin
+    groups, too_long = dialogue_pairs(reader, [tasks[name] for name in train_tasks], *options)
+    held_out, _ = dialogue_pairs(reader, [tasks[name] for name in held_out_tasks], *options)
     held_out = [pair for group in held_out for pair in group]
     pairs = [pair for group in groups for pair in group]
     run.say(f"{len(episodes)} episodes of {len(tasks)} tasks ({failed} failed ones omitted):"
