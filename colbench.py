@@ -29,7 +29,7 @@ import typing
 
 from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
-from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge, check_solutions
+from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge
 from runtime.checks import expect, without_nulls
 from runtime.templates import UnnestedTemplate, end_of_turn, render
 
@@ -316,7 +316,6 @@ class Domain(typing.NamedTuple):
     reward_heading: str = "Reward × 100"
     pages: bool = False  # answers are web pages: drawn for human, critic and report
     flags: tuple = ()  # fields of JudgeSettings that this domain uses; others are refused
-    check: typing.Callable | None = None  # (tasks, judge, require_protection): see judge/check.py
 
     @property
     def logged(self):
@@ -354,7 +353,6 @@ DOMAINS = {
         complete=complete_backend,
         reward_heading="Tests passed %",
         flags=("judge", "require_protection"),
-        check=check_solutions,
     ),
     "frontend": Domain(
         agent_prompt=FRONTEND_AGENT_PROMPT,

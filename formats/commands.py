@@ -2,12 +2,10 @@
 
 import argparse
 
-from colbench import one_domain
-from formats.read import read_tasks
+from formats.check import check_tasks
 from formats.logs import import_command
+from formats.read import read_tasks
 from formats.websight import websight
-from judge.check import check_tasks
-from runtime.text import harmless
 
 
 def main(description, argv=None):
@@ -46,8 +44,7 @@ def main(description, argv=None):
 def run_command(args):
     if args.command == "check":
         tasks = read_tasks(args.tasks)
-        if not check_tasks(args.tasks, tasks, one_domain(tasks).check, args.judge,
-                           args.require_protection, harmless):
+        if not check_tasks(args.tasks, tasks, args.judge, args.require_protection):
             raise SystemExit(1)  # the table above says why
     elif args.command == "import":
         import_command(args)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from judge.check import check_tasks
+from formats.check import check_tasks
 from judge.handle import Worker
 from judge.sandbox import REQUIRED, Grade, Judge, check_solutions, extract_code
 from judge.values import describe
@@ -656,16 +656,18 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
 
 
 def test_the_table_of_check_spells_out_what_could_steer_a_terminal(capsys):
-    broken = {"ground_truth": "def f():\n    return None", "test_cases": {"\x1b[2J": "f()"}}
-    assert not check_tasks("t.jsonl", [DOUBLE, broken], check_solutions, "fixed", False, ascii)
+    double = DOUBLE | {"domain": "backend"}
+    broken = {"domain": "backend", "ground_truth": "def f():\n    return None",
+              "test_cases": {"\x1b[2J": "f()"}}
+    assert not check_tasks("t.jsonl", [double, broken], "fixed", False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
-        "t.jsonl: line 2, '\\x1b[2J': the solution returns None",
+        "t.jsonl: line 2, \\x1b[2J: the solution returns None",
         "1 of 2 tasks can be solved in full (judge fixed)",
     ]
-    assert check_tasks("t.jsonl", [DOUBLE], check_solutions, "official", False, ascii)
+    assert check_tasks("t.jsonl", [double], "official", False)
     with pytest.raises(SystemExit, match="found no test that can be passed"):
-        check_tasks("t.jsonl", [broken], check_solutions, "fixed", False, ascii)
+        check_tasks("t.jsonl", [broken], "fixed", False)
     assert "protection limits         active" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ LATE = {("colbench", "formats.commands"), ("formats.commands", "report.show"),
         ("train_policy", "fast.packed"), ("toy.credit", "train_policy"),
         ("toy.make_base", "train_critic")}
 SELF_CONTAINED = ["judge.sandbox", "judge.handle", "judge.worker", "judge.values", "judge.calls",
-                  "judge.check", "judge.browser"]
+                  "judge.browser"]
 DOORS = {"collect": 35, "train_critic": 20, "train_policy": 16, "evaluate": 12}  # names of ours
 METHOD_FLAGS = 20  # of a trainer
 

@@ -203,8 +203,8 @@ def test_check_ends_well_if_all_tasks_can_be_solved(tmp_path, capsys):
 
 def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
-    for rows, found in (([TASKS[0], page], "backend and frontend tasks together"),
-                        ([page], "found frontend tasks, expected tasks that have tests")):
+    for rows, found in (([TASKS[0], page], "frontend tasks, expected backend tasks"),
+                        ([page], "found frontend tasks, expected backend tasks")):
         with pytest.raises(SystemExit, match=found):
             colbench.main(["check", str(write(tmp_path / "t.jsonl", rows))])
 

@@ -1,30 +1,26 @@
-"""The table of `python colbench.py check TASKS.jsonl`: tasks that their own solutions cannot solve.
+"""`colbench.py check`: tasks that their own solutions cannot solve.
 
-colbench.py reads the tasks and calls `check_tasks`. For each test that nobody can pass, it prints
-the line of the task, the reason and, where that is known, what to mend; then which protections the
-sandbox has on this machine.
+For each test that nobody can pass, it prints the line of the task, the reason and, where that is
+known, what to mend; then which protections the sandbox has on this machine.
 """
-
-from __future__ import annotations
 
 import ast
 import importlib.machinery
 import re
 import sys
 
-from judge.sandbox import SECOND_LINES
+from judge.sandbox import SECOND_LINES, check_solutions
+from runtime.text import harmless
 
 
-def check_tasks(path, tasks, check, profile, require_protection, harmless):
+def check_tasks(path, tasks, profile, require_protection):
     """Print the table for the tasks of the file `path`; return whether all can be solved in full.
-
-    `check` is that of the tasks' domain, such as check_solutions, or None. `harmless(text)` spells
-    out what could steer a terminal.
     """
-    if check is None:
-        raise SystemExit(f"{path}: found {tasks[0]['domain']} tasks, expected tasks that have tests"
-                         " to check, such as backend tasks")
-    rows, status = check(tasks, profile, require_protection)
+    others = {task["domain"] for task in tasks} - {"backend"}
+    if others:
+        raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
+                         " tasks, whose tests can be checked")
+    rows, status = check_solutions(tasks, profile, require_protection)
     for index, name, reason in rows:
         advice = solution_advice(tasks[index], name, reason)
         print(f"{path}: line {index + 1}, {harmless(name)}: {reason}{advice}")
@@ -32,20 +28,14 @@ def check_tasks(path, tasks, check, profile, require_protection, harmless):
     solvable = len(tasks) - len(broken)
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")
     for name, active in status.items():
-        print(f"protection {name:14s} {protection_state(name, active)}")
+        missing = "MISSING"
+        if name in SECOND_LINES:
+            missing += " (a second line of defence; answers are confined without it, too)"
+        print(f"protection {name:14s} {'active' if active else missing}")
     if rows and len(rows) == sum(len(task.get("test_cases", ())) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
     return not broken
-
-
-def protection_state(name, active):
-    """What the table says of one protection."""
-    if active:
-        return "active"
-    if name in SECOND_LINES:
-        return "MISSING (a second line of defence; answers are confined without it, too)"
-    return "MISSING"
 
 
 def solution_advice(task, name, reason):
