@@ -23,6 +23,7 @@ from runtime.text import counted
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
             ' "..."}], "reward": 1.0}')
+SHOWN = 20  # lines that do not fit
 OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str, "human": str}
 
 
@@ -35,27 +36,28 @@ def import_command(args):
                          f" {SMALLEST}")
     is_log = "messages" in first or "dialogue_history" not in first
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
-    output, tasks, rewards, count = Path(args.output), {}, [], 0
+    output, count = Path(args.output), 0
+    rewards = {}  # task_id -> those of its dialogues
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     try:
         with open(partial, "w", encoding="utf-8") as file:
             for episode in episodes:
                 file.write(json.dumps(episode) + "\n")
-                task_id = episode["task"]["task_id"]
-                tasks[task_id] = tasks.get(task_id, 0) + 1
-                rewards += [] if episode["error"] else [episode["reward"]]
+                of_task = rewards.setdefault(episode["task"]["task_id"], set())
+                of_task |= set() if episode["error"] else {episode["reward"]}
                 count += 1
         os.replace(partial, output)
     finally:
         partial.unlink(missing_ok=True)
-    several = sum(number > 1 for number in tasks.values())
-    print(f"{output}: {counted(count, 'episode')} of {counted(len(tasks), 'task')}, {several} of"
-          f" them with several; rewards from {min(rewards, default=0):g} to"
-          f" {max(rewards, default=0):g}, taken as they are")
-    if not several:
-        print("No task has several episodes, so none can be compared: a critic needs dialogues that"
-              " have a `task` in common and differ in reward.")
+    unequal = sum(len(of_task) > 1 for of_task in rewards.values())
+    found = set().union(*rewards.values())
+    print(f"{output}: {counted(count, 'episode')} of {counted(len(rewards), 'task')}, {unequal} of"
+          f" them with different rewards; rewards from {min(found, default=0):g} to"
+          f" {max(found, default=0):g}, taken as they are")
+    if not unequal:
+        print("No task has different rewards, so nothing can be compared: a critic needs dialogues"
+              " that have a `task` in common and differ in reward.")
 
 
 def official_episodes(path, prompt):
@@ -67,13 +69,16 @@ def official_episodes(path, prompt):
 
 
 def log_episodes(path, prompt):
-    """An episode for each line of a log; a line that does not fit stops with all that is wrong."""
-    samples = {}
+    """An episode for each line of a log. After lines that do not fit, it stops and names them."""
+    samples, faults = {}, []
     for where, row in read_jsonl(path):
         wrong = faults_of(row)
         if wrong:
-            raise SystemExit(f"{where}: found {'; '.join(wrong)}; expected at least {SMALLEST}")
-        messages = list(row["messages"])
+            faults.append(f"{where}: found {'; '.join(wrong)}")
+        if faults:
+            continue
+        messages = [message | {"content": joined(message["content"])}
+                    for message in row["messages"]]
         system = prompt
         if messages[0]["role"] == "system":
             system = messages.pop(0)["content"]
@@ -89,6 +94,17 @@ def log_episodes(path, prompt):
             "sample": row.get("sample", number), "dialogue_history": messages,
             "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
             "agent_prompt": system or "", "leak": 0.0}, where)
+    if faults:
+        more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
+        raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
+
+
+def joined(content):
+    """A content that is a list of texts, as the OpenAI format also allows, as one text."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 def faults_of(row):
@@ -106,11 +122,13 @@ def faults_of(row):
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             faults.append(f"messages[{index}] without a role")
-        elif not isinstance(message.get("content"), str):
-            faults.append(f"messages[{index}] of role {message['role']} without a text as content")
+        elif not isinstance(joined(message.get("content")), str):
+            faults.append(f"messages[{index}] of role {message['role']} without a text as content"
+                          " (write a tool call as text)")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     if "assistant" not in roles:
         faults.append("no assistant message, which would be a turn")
     elif "user" not in roles[:roles.index("assistant")]:
-        faults.append("an assistant message before the first user message")
+        faults.append("an assistant message before the first user message (move a greeting into the"
+                      " system message)")
     return faults

@@ -1,7 +1,7 @@
 """A page of results, dialogues and training curves; and pairs for other trainers.
 
     python -m report base=base.jsonl sweet=sweet.jsonl --critic critic \
-        --metrics critic=critic/metrics.jsonl sweet=sweet/metrics.jsonl --output report.html
+        --metrics sweet=sweet/metrics.jsonl --output report.html
     python -m report --metrics sweet=sweet/metrics.jsonl --output training.html
                                                   # watch a training run; no episodes yet
     python -m report pairs ranked.jsonl --output pairs.jsonl
@@ -20,7 +20,7 @@ from pathlib import Path
 from evaluate import named_files, read_policies, score
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
-from report.training import read_training, training_sentences
+from report.training import held_out_tasks, read_training, training_sentences
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
@@ -32,14 +32,19 @@ def main(args):
     if args.command == "pairs":
         write_pairs(args)
         return
-    training = [read_training(name, path) for name, path in named_files(args.metrics)]
+    metrics = named_files(args.metrics)
+    if args.critic:
+        of_critic = Path(args.critic, "metrics.jsonl")
+        if of_critic.is_file() and of_critic not in [Path(path) for _, path in metrics]:
+            metrics.append(("critic", of_critic))
+    training = [read_training(name, path) for name, path in metrics]
     critic = open_critic(args.critic) if args.critic else None
     policies = read_policies(args.policies)
     results, sentences, tables = None, training_sentences(training), []
     if policies:
         results = score(policies, args.leak_threshold, args.draws, args.seed)
         sentences, tables = verdict(results), all_tables(results)
-        annotate(policies, critic)
+        annotate(policies, critic, held_out_tasks(args.critic) if critic else ())
     data = overview(results, policies, named_files(args.policies), training)
     data |= {"sentences": sentences, "tables": tables}
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +62,8 @@ def parse_args(argv=None):
                         help="as for evaluate.py; a NAME given again is another seed")
     parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME=METRICS.jsonl",
                         help="metrics.jsonl of checkpoints, for training curves")
-    parser.add_argument("--critic", help="checkpoint of a critic, whose advantages shade the turns")
+    parser.add_argument("--critic", help="checkpoint of a critic: its advantages shade the turns,"
+                        " and its metrics are shown, too")
     parser.add_argument("--output", required=True, help="FILE.html to write")
     parser.add_argument("--leak_threshold", type=float, above=0, most=1, default=0.5,
                         help="see evaluate.py")

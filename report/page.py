@@ -48,7 +48,10 @@ def overview(results, policies, files, training):
         paths = [path for owner, path in files if owner == name]
         facts.append({"name": name} | policy_facts(found[0], paths, starts))
     runs = [{"name": run.name, "what": training_method(run.script, run.flags)} for run in training]
+    logged = results and DOMAINS[results["domain"]].logged
     return {
+        "title": "Which turns helped" if logged else "ColBench evaluation",
+        "solution": "Known afterwards" if logged else "Solution",
         "subtitle": subtitle(results) if results else "training only, no episodes",
         "policies": facts, "runs": runs,
         "charts": charts + [curve for run in training for curve in training_charts(run)],
@@ -102,13 +105,17 @@ def policy_facts(first, files, starts):
 # What the page shows of episodes besides their text
 
 
-def annotate(policies, critic=None):
-    """Add advantages, true credit in the toy, and screenshots of pages to the episodes."""
+def annotate(policies, critic=None, held_out=()):
+    """Add advantages, true credit in the toy, and screenshots of pages to the episodes.
+
+    held_out: ids of tasks that the critic was not trained on.
+    """
     episodes = [episode for runs in policies.values() for run in runs for episode in run
                 if not episode["error"]]
     if critic:
         add_advantages(critic, episodes)
     for episode in episodes:
+        episode["held_out"] = episode["task"]["task_id"] in held_out
         if has_toy_credit(episode["task"]):
             episode["credits"] = true_credits(episode)
     if episodes and DOMAINS[episodes[0]["task"]["domain"]].pages:
@@ -196,7 +203,7 @@ def episode_record(name, seed_index, episode, leak_threshold):
         "reward": episode["reward"], "reasons": episode["reasons"], "leak": episode["leak"],
         "leaking": episode["leak"] >= leak_threshold, "answer": episode["answer"],
         "dialogue": dialogue, "advantages": finite(episode.get("advantages")),
-        "credits": finite(episode.get("credits")),
+        "credits": finite(episode.get("credits")), "heldOut": bool(episode.get("held_out")),
     }
 
 

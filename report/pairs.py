@@ -16,7 +16,10 @@ def pairs_of_state(state, pairing, count, seed):
 
 
 def write_pairs(args):
-    """Pairs in the conversational form of TRL; `finished` says which side was not cut."""
+    """Pairs in the conversational form of TRL; `finished` says which side was not cut.
+
+    `finished` and `advantages` are of the chosen and of the rejected candidate.
+    """
     states, omitted = read_candidates(args.candidates, ranked=True)
     rows = []
     for state in states:
@@ -24,7 +27,8 @@ def write_pairs(args):
             chosen, rejected = [[{"role": "assistant", "content": state["candidates"][index]}]
                                 for index in pair]
             rows.append({"prompt": state["messages"], "chosen": chosen, "rejected": rejected,
-                         "finished": [state["finished"][index] for index in pair]})
+                         "finished": [state["finished"][index] for index in pair],
+                         "advantages": [state["advantages"][index] for index in pair]})
     if not rows:
         raise SystemExit(f"{args.candidates}: found no pair with --pairing {args.pairing}, expected"
                          " candidates of different advantage; try the other --pairing")
@@ -37,6 +41,10 @@ def write_pairs(args):
         said += (f"; {cut} with a candidate that was cut at the token limit (`finished`): other"
                  " trainers teach to stop there, so filter these")
     print(said)
+    if args.pairing == "halves":
+        below = sum(row["advantages"][0] < 0 for row in rows)
+        print(f"{below} chosen candidates have an advantage below 0: the better half of a state may"
+              " be bad, too; --pairing positive_vs_negative has none of these")
 
 
 def example_pairs(run):

@@ -3,9 +3,11 @@
 import typing
 from pathlib import Path
 
+from formats.read import group_by_task, load_episodes
 from report.charts import training_charts
 from runtime.files import ResumableJsonl
 from runtime.record import read_run
+from train_critic import split_tasks
 
 
 class Training(typing.NamedTuple):
@@ -48,6 +50,15 @@ def record_of(path):
         return "", {}
     run = read_run(path)
     return Path(run.get("script", "")).name, run["flags"]
+
+
+def held_out_tasks(critic):
+    """The ids of the tasks in a critic's episodes that it was not trained on."""
+    _, flags = record_of(Path(critic, "run.json"))
+    if not all(Path(path).is_file() for path in flags["episodes"]):
+        return set()  # they were moved
+    tasks = group_by_task(load_episodes(flags["episodes"])[0])
+    return set(split_tasks(tasks, flags["holdout"], flags["seed"])[1])
 
 
 def training_method(script, flags):

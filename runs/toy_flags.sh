@@ -15,13 +15,14 @@ if [ "$DOMAIN" = backend ]; then
   TEST=${TEST:-500}
   TURNS=(--max_turns 9) # toy/world.py says why
   TOKENS=64             # of one agent message
-  # a task with mixed outcomes has six pairs: four tasks a step, and eight
+  # a task with mixed outcomes has six pairs: four tasks a step, and eight, whose dialogues are each
+  # computed once if they are in one micro-batch
   PAIRS=(--pairs success_vs_failure --shuffle groups)
-  CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 12 --lr 5e-5 --epochs 2)
+  CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 1e-4)
   POLICY=(--batch_size 64 --lr 1e-3 --epochs 2) # four pairs a state
-  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 12 --lr 2e-3 --epochs 6)
+  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 6)
   MTDPO+=(--beta 0.3 --nll 10)
   RFT=(--lr 2e-3 --epochs 12)
 else

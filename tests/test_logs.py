@@ -16,6 +16,7 @@ from conftest import ROOT, byte_tokenizer, dialogue, run_module, run_script
 
 from colbench import encode_dialogue
 from formats.read import read_episodes
+from report.training import held_out_tasks
 
 PAGE = (ROOT / "docs/logs.md").read_text()
 
@@ -52,7 +53,8 @@ def import_logs(path, check=True):
     return run_script("colbench.py", "import", path, "--output", f"{path}.episodes", check=check)
 
 
-def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(tmp_path):
+def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
+        tmp_path, monkeypatch):
     made_up_logs(tmp_path / "logs.jsonl")
     shell = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
     script = tmp_path / "commands.sh"
@@ -66,7 +68,12 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(t
                               text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "<html" in (tmp_path / "report.html").read_text()
+    assert all(part in (tmp_path / "report.html").read_text() for part in (
+        "held-out pairs of dialogues", "Which turns helped", "Known afterwards"))
+    monkeypatch.chdir(tmp_path)
+    assert len(held_out_tasks("critic")) == 1  # a twentieth of ten tasks, rounded up
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert all(chosen > rejected for chosen, rejected in (pair["advantages"] for pair in pairs))
     assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
     assert pairs[0]["chosen"][0]["role"] == pairs[0]["rejected"][0]["role"] == "assistant"
     run_python(python_of_page("train_critic", f"""
@@ -101,7 +108,7 @@ def test_trl_takes_the_exported_pairs(tmp_path):
          "ranker": "critic"} for turn in range(8)])
     run_module("report", "pairs", ranked, "--output", tmp_path / "pairs.jsonl")
     code = python_of_page("from trl", "assert trainer.state.global_step == 2")
-    code = code.replace("toy/base", str(ROOT / "toy/base"))
+    code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", str(ROOT / "toy/base"))
     code = code.replace("num_train_epochs=1", "max_steps=2, use_cpu=True, bf16=False")
     run_python(code, tmp_path)
 
@@ -129,7 +136,7 @@ def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_
 
 def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
     path = write_lines(tmp_path / "log", [log_line(task=name) for name in "abc"])
-    assert "none can be compared" in import_logs(path).stdout
+    assert "nothing can be compared" in import_logs(path).stdout
     done = run_script("train_critic.py", "--episodes", f"{path}.episodes", "--model",
                       ROOT / "toy/base", "--output", tmp_path / "critic", "--pairs", "all",
                       check=False)
@@ -154,6 +161,21 @@ def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_
     assert done.returncode and "line 2: found" in done.stderr and found in done.stderr
     assert "expected at least {" in done.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log"]
+
+
+def test_all_lines_that_do_not_fit_are_named_at_once(tmp_path):
+    path = write_lines(tmp_path / "log", [log_line(reward="a"), log_line(), log_line(reward="b")])
+    lines = import_logs(path, check=False).stderr.splitlines()
+    assert ["line 1" in lines[0], "line 3" in lines[1], len(lines)] == [True, True, 3]
+
+
+def test_a_content_of_several_texts_is_one_text(tmp_path):
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
+    messages = [{"role": "user", "content": parts}, *log_line()["messages"][1:]]
+    path = write_lines(tmp_path / "log", [log_line(messages=messages)])
+    import_logs(path)
+    episode, = read_episodes(f"{path}.episodes")
+    assert episode["dialogue_history"][0]["content"] == "hi\nthere"
 
 
 @pytest.mark.parametrize("text", ["", '{"messages": ['])
