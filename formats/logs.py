@@ -38,12 +38,17 @@ def import_command(args):
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
     output, count = Path(args.output), 0
     rewards = {}  # task_id -> those of its dialogues
+    seen, repeated = set(), 0
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     try:
         with open(partial, "w", encoding="utf-8") as file:
             for episode in episodes:
                 file.write(json.dumps(episode) + "\n")
+                said = [message["content"] for message in episode["dialogue_history"]]
+                dialogue = hash((episode["task"]["task_id"], episode["reward"], *said))
+                repeated += dialogue in seen
+                seen.add(dialogue)
                 of_task = rewards.setdefault(episode["task"]["task_id"], set())
                 of_task |= set() if episode["error"] else {episode["reward"]}
                 count += 1
@@ -55,6 +60,8 @@ def import_command(args):
     print(f"{output}: {counted(count, 'episode')} of {counted(len(rewards), 'task')}, {unequal} of"
           f" them with different rewards; rewards from {min(found, default=0):g} to"
           f" {max(found, default=0):g}, taken as they are")
+    if repeated:
+        print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
     if not unequal:
         print("No task has different rewards, so nothing can be compared: a critic needs dialogues"
               " that have a `task` in common and differ in reward.")

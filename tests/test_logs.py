@@ -169,6 +169,12 @@ def test_all_lines_that_do_not_fit_are_named_at_once(tmp_path):
     assert ["line 1" in lines[0], "line 3" in lines[1], len(lines)] == [True, True, 3]
 
 
+def test_dialogues_that_repeat_an_earlier_one_are_kept_and_counted(tmp_path):
+    path = write_lines(tmp_path / "log", [log_line(), log_line(reward=0.0), log_line()])
+    assert "count as often: 1" in import_logs(path).stdout
+    assert len(read_episodes(f"{path}.episodes")) == 3
+
+
 def test_a_content_of_several_texts_is_one_text(tmp_path):
     parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
     messages = [{"role": "user", "content": parts}, *log_line()["messages"][1:]]
