@@ -36,7 +36,7 @@ def main(args):
     if args.critic:
         of_critic = Path(args.critic, "metrics.jsonl")
         if of_critic.is_file() and of_critic not in [Path(path) for _, path in metrics]:
-            metrics.append(("critic", of_critic))
+            metrics.insert(0, ("critic", of_critic))
     training = [read_training(name, path) for name, path in metrics]
     critic = open_critic(args.critic) if args.critic else None
     policies = read_policies(args.policies)

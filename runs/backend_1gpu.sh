@@ -62,4 +62,4 @@ play sweet "$OUT/sweet"
 POLICIES=(base="$OUT/test/base.jsonl" sweet="$OUT/test/sweet.jsonl")
 python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
 python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
-  --metrics critic="$OUT/critic/metrics.jsonl" sweet="$OUT/sweet/metrics.jsonl"
+  --metrics sweet="$OUT/sweet/metrics.jsonl"

@@ -83,5 +83,5 @@ for name in warm rft mtdpo sweet; do
 done
 python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
 python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
-  --metrics critic="$OUT/critic/metrics.jsonl" sweet="$OUT/sweet/metrics.jsonl" \
+  --metrics sweet="$OUT/sweet/metrics.jsonl" \
   mtdpo="$OUT/mtdpo/metrics.jsonl" rft="$OUT/rft/metrics.jsonl"
