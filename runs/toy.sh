@@ -27,8 +27,6 @@ export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 baselines() { # what the paper compares SWEET-RL with
   rft "$OUT/episodes.jsonl" "$OUT/rft"
   mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
-  play base "$BASE"
-  play single_turn "$BASE" --max_turns 1
   play rft "$OUT/rft"
   play mtdpo "$OUT/mtdpo"
 }
@@ -50,6 +48,8 @@ policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
 
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
+play base "$BASE"
+play single_turn "$BASE" --max_turns 1
 finished "$OTHER" "$OUT/other.log"
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
