@@ -6,7 +6,7 @@ from pathlib import Path
 from formats.read import group_by_task, load_episodes
 from report.charts import training_charts
 from runtime.files import ResumableJsonl
-from runtime.record import read_run
+from runtime.record import file_hash, read_run
 from train_critic import split_tasks
 
 
@@ -54,9 +54,11 @@ def record_of(path):
 
 def held_out_tasks(critic):
     """The ids of the tasks in a critic's episodes that it was not trained on."""
-    _, flags = record_of(Path(critic, "run.json"))
-    if not all(Path(path).is_file() for path in flags["episodes"]):
-        return set()  # they were moved
+    run = read_run(Path(critic, "run.json"))
+    flags = run["flags"]
+    for path in flags["episodes"]:
+        if not Path(path).is_file() or file_hash(path) != run["inputs"].get(path):
+            return set()  # moved or changed since
     tasks = group_by_task(load_episodes(flags["episodes"])[0])
     return set(split_tasks(tasks, flags["holdout"], flags["seed"])[1])
 

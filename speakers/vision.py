@@ -1,6 +1,7 @@
 """Vision-language models in this process: the human of pages, who compares two screenshots."""
 
 import base64
+import itertools
 import re
 
 import torch
@@ -121,15 +122,17 @@ class VisionSpeaker(Speaker):
         return gather(self.speak, request)
 
     def speak(self, requests):
-        """For each request a list of one Utterance; nobody asks a human for more."""
-        uniform = torch.cat([  # a row for each request
-            uniform_numbers([request.seed], 1, self.max_new_tokens) for request in requests])
+        """For each request a list of n Utterances."""
+        copies = [request.messages for request in requests for _ in range(request.n)]
+        uniform = torch.cat([  # a row for each sample
+            uniform_numbers([request.seed], request.n, self.max_new_tokens)
+            for request in requests])
         utterances = []
-        for start in range(0, len(requests), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            utterances += self._generate([request.messages for request in requests[part]],
-                                         uniform[part])
-        return [[utterance] for utterance in utterances]
+        for start in range(0, len(copies), self.batch_size):
+            end = start + self.batch_size
+            utterances += self._generate(copies[start:end], uniform[start:end])
+        utterances = iter(utterances)
+        return [list(itertools.islice(utterances, request.n)) for request in requests]
 
     @torch.inference_mode()
     def _generate(self, conversations, uniform):
