@@ -32,8 +32,8 @@ def pytest_addoption(parser):
 
 
 # The files that take longest come first, in an order that makes two halves about equally long
-LONGEST = ("interruptions", "critic", "report", "recipes", "benchmark", "policy", "ranks",
-           "servers", "vision", "lora", "inputs", "rollout", "fullsize")
+LONGEST = ("interruptions", "recipes", "benchmark", "pipeline", "browser", "servers", "logs",
+           "fullsize", "critic", "ranks", "forks", "judge", "vision", "lora", "best_of_n")
 
 
 def pytest_collection_modifyitems(config, items):
