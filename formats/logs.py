@@ -38,20 +38,20 @@ def import_command(args):
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
     output, count = Path(args.output), 0
     rewards = {}  # task_id -> those of its dialogues
-    seen, repeated = set(), 0
+    distinct = set()  # hashes of the dialogues
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
     try:
         with open(partial, "w", encoding="utf-8") as file:
             for episode in episodes:
                 file.write(json.dumps(episode) + "\n")
-                said = [message["content"] for message in episode["dialogue_history"]]
-                dialogue = hash((episode["task"]["task_id"], episode["reward"], *said))
-                repeated += dialogue in seen
-                seen.add(dialogue)
-                of_task = rewards.setdefault(episode["task"]["task_id"], set())
-                of_task |= set() if episode["error"] else {episode["reward"]}
                 count += 1
+                task_id = episode["task"]["task_id"]
+                said = [message["content"] for message in episode["dialogue_history"]]
+                distinct.add(hash((task_id, episode["reward"], *said)))
+                of_task = rewards.setdefault(task_id, set())
+                if not episode["error"]:
+                    of_task.add(episode["reward"])
         os.replace(partial, output)
     finally:
         partial.unlink(missing_ok=True)
@@ -60,6 +60,7 @@ def import_command(args):
     print(f"{output}: {counted(count, 'episode')} of {counted(len(rewards), 'task')}, {unequal} of"
           f" them with different rewards; rewards from {min(found, default=0):g} to"
           f" {max(found, default=0):g}, taken as they are")
+    repeated = count - len(distinct)
     if repeated:
         print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
     if not unequal:

@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from runtime.lora import (
-    WithoutMatrices, add_matrices, has_matrices, load_matrices,
-    take_apart)
+    WithoutMatrices, add_matrices, has_matrices, load_matrices, take_apart)
 from runtime.names import check_checkpoint, why_not_opened
 
 

@@ -271,6 +271,9 @@ class ValueCritic:
         return values
 
 
+OF_CRITICS = ("privileged", "holdout")  # flags that critics have, and no policy
+
+
 def read_value_flags(path):
     """What a value critic was trained with; a critic of log-ratios has a flag more."""
     flags = read_flags(path, ("max_length", "model", *OF_CRITICS))
@@ -278,9 +281,6 @@ def read_value_flags(path):
         raise SystemExit(f"{path}: found a critic of log-ratios, expected one with a value head;"
                          " give it to train_critic.py")
     return flags
-
-
-OF_CRITICS = ("privileged", "holdout")  # flags that critics have, and no policy
 
 
 def open_critic(path, device=None, dtype=None):
