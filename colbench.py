@@ -23,13 +23,12 @@ what a task is, DOMAINS. formats/read.py reads files and checks every row.
 """
 
 import base64
-import difflib
 import re
 import typing
 
 from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
-from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED, Judge
+from judge.sandbox import ANSWER_MARKER, Judge
 from runtime.checks import expect, without_nulls
 from runtime.templates import UnnestedTemplate, end_of_turn, render
 
@@ -37,7 +36,7 @@ from runtime.templates import UnnestedTemplate, end_of_turn, render
 # Dialogue rules
 
 MAX_TURNS = 10
-OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's thoughts stand before it, the human reads the rest
+OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human sees the rest
 
 
 def split_message(task, text, last_turn):
@@ -66,47 +65,6 @@ def without_thoughts(text):
     if not end and text.lstrip().startswith(THOUGHTS):
         return None
     return said.strip()
-
-
-# What the judge says of a text that is no Python
-NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
-
-
-def reasons_of(grade, last_message):
-    """Test -> "passed" or why not; "no answer" where the agent's last message was none.
-
-    Without the marker the whole last message is graded. A question, say, is not a wrong function:
-    it is no Python at all.
-    """
-    if ANSWER_MARKER in last_message:
-        return grade.reasons
-    if not set(grade.reasons.values()) <= {*NO_CODE, SOLUTION_FAILED}:
-        return grade.reasons
-    return {name: "no answer" if reason in NO_CODE else reason
-            for name, reason in grade.reasons.items()}
-
-
-def lacks_answer(episode):
-    """Whether the dialogue ends without an answer, so that a question was graded in its place."""
-    if DOMAINS[episode["task"]["domain"]].logged:
-        return False  # a log has no answers
-    if episode["reasons"] and "test_cases" in episode["task"]:  # tests were run, see `reasons_of`
-        return "no answer" in episode["reasons"].values()
-    last = episode["dialogue_history"][1::2][-1]  # of the agent; without reasons its marker decides
-    text = last.get("output") or last["content"]
-    _, _, answer = text.partition(ANSWER_MARKER)
-    return not answer.strip() and not episode["success"]
-
-
-def leak_share(task, replies):
-    """The longest run of the solution's tokens in one human reply, as a share of the solution."""
-    solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])
-    longest = 0
-    for reply in replies:
-        words = re.findall(r"\w+|[^\w\s]", reply)
-        matcher = difflib.SequenceMatcher(None, solution, words, autojunk=False)
-        longest = max(longest, matcher.find_longest_match(0, len(solution), 0, len(words)).size)
-    return longest / max(1, len(solution))
 
 
 # -----------------------------------------------------------------------------

@@ -28,24 +28,24 @@ speakers/. variants/best_of_n.py shows how to put something between the agent an
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
 the official ones). From the official code: the human sees the dialogue as a chat with the roles
-swapped; on pages, the agent sees its own thoughts before "OUTPUT:" again.
+swapped; on pages, the agent sees its own plan, before "OUTPUT:", again.
 """
 
 import os
 import random
 import typing
-from pathlib import Path
 
 from colbench import (
-    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, leak_share, one_domain,
-    reasons_of, split_message, states_of, without_thoughts)
+    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, one_domain, split_message,
+    states_of, without_thoughts)
+from formats.outcome import leak_share, reasons_of
 from formats.read import group_by_task, load_episodes, read_tasks, state_key
-from runtime.files import read_prompt
-from runtime.flags import FlagParser, add_dtype_flag, refuse_flag
+from runtime.flags import FlagParser, add_dtype_flag
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
-from speakers import check_speakers, load_speaker, refuse_unused
+from speakers import load_speaker
+from speakers.checks import check_speakers, read_prompts, refuse_unplayable
 from speakers.fill import fill, report, show_bug
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.pool import elsewhere
@@ -59,7 +59,7 @@ class Rules(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}; "": none
     human_prompt: str
     max_turns: int
-    reply_chars: int
+    reply_chars: int | None  # human replies are cut here; None: where the domain says
     seed: int
 
 
@@ -94,12 +94,14 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             if answer is not None:
                 break
             view = view_of_human(task, history, human, judge, rules.human_prompt)
-            reply = without_thoughts(ask("human", human, view).text)  # they name the solution
+            # the human's thoughts may reveal the solution
+            reply = without_thoughts(ask("human", human, view).text)
             if reply is None:
                 raise SpeakerError("human: found thoughts that never end, expected a reply after"
                                    " them; raise --human_max_new_tokens, or turn the model's"
                                    " thinking off")
-            history.append({"role": "user", "content": reply[:rules.reply_chars]})
+            reply = reply[:rules.reply_chars or domain.reply_chars]
+            history.append({"role": "user", "content": reply})
         with elsewhere():  # meanwhile, models go on with the other dialogues
             grade = judge.grade(task, domain.graded_text(answer, history))
         graded = {"reward": grade.reward, "success": grade.success,
@@ -193,7 +195,9 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
     is_toy = all("toy" in task for task in tasks)  # also in a file
     args.num_tasks = len(tasks)  # in the record, so that a rerun never shrinks the output
     args.human = args.human or ("scripted" if is_toy else None)
-    rules = read_rules(args, tasks)
+    refuse_unplayable(args, tasks)
+    agent_prompt, human_prompt = read_prompts(args, tasks)
+    rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = [(task, sample) for sample in range(args.samples_per_task) for task in tasks]
     keys = [(task["task_id"], sample) for task, sample in jobs]
     store = open_store(args, [None if named else args.tasks], episode_key, process)
@@ -223,7 +227,6 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
 
 def collect_states(args, process):
     """Sample what `args.output` lacks; returns all states, on the leader."""
-    check_speakers(args)
     episodes, failed = load_episodes(args.states)
     if not episodes:
         raise SystemExit(f"{' '.join(args.states)}: found {failed} failed episodes and no other,"
@@ -250,38 +253,6 @@ def open_store(args, inputs, key, process):
     inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*models)]
     return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
                      keep=lambda row: not row.get("error"))
-
-
-def read_rules(args, tasks):
-    """What the flags and the prompts say; what cannot be played is refused before a model loads."""
-    domain = one_domain(tasks)
-    check_speakers(args)
-    if domain.logged:
-        raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
-                         " expected tasks to play; --states samples candidates in logged episodes")
-    used_elsewhere = {name for other in DOMAINS.values() for name in other.flags}
-    for name in sorted(used_elsewhere - set(domain.flags)):
-        if getattr(args, name) != JudgeSettings._field_defaults[name]:
-            refuse_flag(args, name, "for these tasks")
-    if args.human is None:
-        raise SystemExit("found no --human, which these tasks need; expected a server or a model"
-                         " (or scripted, which only says that it does not know, for a dry run)")
-    human_prompt = read_prompt(args.human_prompt)
-    if human_prompt is None:
-        human_prompt = domain.human_prompt
-    for field in domain.human_prompt_fields:
-        if "{" + field + "}" not in human_prompt:
-            raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
-                             " expected it: the human would not know what to want; add it")
-    trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
-    if args.agent_prompt is None and trained_with.is_file():
-        agent_prompt = read_prompt(trained_with)
-    else:
-        agent_prompt = read_prompt(args.agent_prompt)
-    if agent_prompt is None:
-        agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
-    return Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars or domain.reply_chars,
-                 args.seed)
 
 
 def main(args):
@@ -363,7 +334,7 @@ def collect_parser(description):
 def parse_args(argv=None, parser=None):
     parser = parser or collect_parser(__doc__)
     args = parser.parse_args(argv)
-    refuse_unused(parser, args)
+    check_speakers(parser, args)
     return args
 
 

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy
 
-from colbench import DOMAINS, lacks_answer, one_domain
+from colbench import DOMAINS, one_domain
+from formats.outcome import lacks_answer
 from formats.read import check_same_task, read_episodes
 from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
@@ -113,10 +114,10 @@ def interval(values, run_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    A bootstrap of equal outcomes has no width. Then we suppose that an unseen share of tasks,
-    Wilson's upper bound for 0 of `count`, has the least or the greatest value, given by `limits`.
-    For outcomes of 0 or 1 this is Wilson's interval itself. Without limits one task has no
-    interval, since its samples do not tell how other tasks differ.
+    If all outcomes are equal, a bootstrap has no width. We then assume that a share z²/(count + z²)
+    of unseen tasks could lie at either of the `limits`; for outcomes of 0 or 1 this is Wilson's
+    interval. Without limits, one task has no interval, since its samples do not tell how other
+    tasks differ.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
@@ -147,7 +148,8 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     rate_low_high = bounds(drawn_means(drawn_points, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
-    # both, since a bootstrap over a handful of tasks is too narrow
+    # settled: the interval excludes 0 and the sign test agrees, since a bootstrap over a handful of
+    # tasks is too narrow
     excludes_zero = low_high["low"] is not None and low_high["low"] * low_high["high"] > 0
     return {"difference": {"value": float(gaps.mean())} | low_high,
             "win_rate": {"value": float(points.mean())} | rate_low_high,
@@ -287,7 +289,7 @@ def by_seed(values):
 
 
 def limits_of(key, domain):
-    """The limits of a number that is a share; None of a count, and of the rewards of a log."""
+    """(0, 1) for shares; None for counts, and for rewards from logs, which have no limits."""
     if key in ("turns", "tokens") or (key == "reward" and DOMAINS[domain].logged):
         return None
     return SHARE

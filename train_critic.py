@@ -24,8 +24,9 @@ line:
      "ranker": "critic"}
 
 To change the loss, edit `critic_loss`; the advantage, `advantage` and NORMALISERS; the pairs,
-`pair_episodes`; what the critic reads, `critic_messages`. Another kind of critic is another file
-that writes ranked candidates, such as variants/value_critic.py.
+`pair_episodes`; what the critic reads, `critic_messages`; the forward, `turn_logprobs`, which
+--packed replaces. Another kind of critic is another file that writes ranked candidates, such as
+variants/value_critic.py.
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary.
@@ -156,8 +157,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of
-        one state, side by side."""
+        """Tokens before the last turn. Rows are sorted by it, so that those of similar length are
+        padded together, and candidates of one state stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -271,15 +272,6 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     return batches
 
 
-def held_out_metrics(model, pairs, run, args):
-    """Add the loss, without its NLL term, and the accuracy on held-out tasks to the next log line.
-    """
-    with run.scoring(model):
-        for mine, weight in run.share(pairs, args.micro_batch_size):
-            metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
-            run.add("holdout", metrics, weight / len(pairs))
-
-
 def main(args):
     if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
         global turn_logprobs
@@ -298,24 +290,32 @@ def train(args):
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
     episodes, failed = load_episodes(args.episodes)
-    tasks = group_by_task(episodes)
-    train_tasks, held_out_tasks = split_tasks(tasks, args.holdout, args.seed)
-    options = args.pairs, args.margin, args.max_length, args.privileged
-    groups, too_long = dialogue_pairs(tokenizer, [tasks[name] for name in train_tasks], *options)
-    held_out, _ = dialogue_pairs(tokenizer, [tasks[name] for name in held_out_tasks], *options)
-    held_out = [pair for group in held_out for pair in group]
+    by_task = group_by_task(episodes)
+    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
+
+    def pairs_of(task_ids):
+        return dialogue_pairs(tokenizer, [by_task[task_id] for task_id in task_ids], args.pairs,
+                              args.margin, args.max_length, args.privileged)
+
+    groups, too_long = pairs_of(train_tasks)
     pairs = [pair for group in groups for pair in group]
-    run.say(f"{len(episodes)} episodes of {len(tasks)} tasks ({failed} failed ones omitted):"
+    held_out = [pair for group in pairs_of(held_out_tasks)[0] for pair in group]
+    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
             f" {len(pairs)} pairs from {sum(map(bool, groups))} tasks, {len(held_out)} pairs of"
             f" {len(held_out_tasks)} tasks held out; {too_long} episodes are longer than"
             f" --max_length {args.max_length}")
     if not pairs:
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         f" of one task, expected at least one. {what_helps(tasks, args)}")
+                         f" of one task to train on, and {len(held_out)} held out, expected at"
+                         " least one; collect more episodes of each task, give logs a `task` in"
+                         " common, take --pairs all, a smaller --margin or --holdout, or a greater"
+                         " --max_length. A model that never succeeds learns from demonstrations"
+                         " first (variants/sft.py)")
     rows = list(dict.fromkeys(row for pair in pairs + held_out for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the critic: fp32 weights, computing in bf16 on GPUs. Before its first step it is pi_ref
+    # 2. the critic: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so the
+    # reference's log-probs are its own, before the first step
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)
 
@@ -329,7 +329,8 @@ def train(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over ranks, so weight is their number, or 0 for a repeated pair
+        # FSDP averages gradients over the ranks; their number as weight makes that a sum. A rank
+        # that has no pair left repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -339,29 +340,13 @@ def train(args):
         optimizer.zero_grad()
 
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
-            held_out_metrics(model, held_out, run, args)
+            with run.scoring(model):
+                for mine, weight in run.share(held_out, args.micro_batch_size):
+                    metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
+                    run.add("holdout", metrics, weight / len(held_out))
         run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)
-
-
-def what_helps(tasks, args):
-    """Advice for episodes without a pair."""
-    groups = tasks.values()
-    if not groups:
-        return "Every episode failed: read their `error`, and collect them again."
-    if all(len(group) == 1 for group in groups):
-        return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
-                " a `task` in common.")
-    if any(pair_episodes(group, args.pairs, args.margin) for group in groups):
-        return (f"All pairs are held out or too long: lower --holdout {args.holdout}, or raise"
-                f" --max_length {args.max_length}.")
-    if any(pair_episodes(group, "all", args.margin) for group in groups):
-        return ("No task has both a success and a failure: take --pairs all, which needs only"
-                " different rewards.")
-    return ("The rewards of a task's episodes are equal, or differ by less than --margin"
-            f" {args.margin}: collect more. A model that never succeeds learns from demonstrations"
-            " first (variants/sft.py).")
 
 
 # -----------------------------------------------------------------------------
@@ -379,17 +364,18 @@ class Critic:
         if reference not in ("privileged", "plain"):
             raise ValueError(f"found reference {reference!r}, expected privileged or plain")
         flags = read_critic_flags(path)
-        self.normalise, self.max_length = flags["normalise"], flags["max_length"]
-        self.privileged, self.reference_privileged = flags["privileged"], flags["privileged"]
-        if reference == "plain":  # the official ranking: its reference does not see the solution
-            self.reference_privileged = "none"
+        self.max_length, self.privileged = flags["max_length"], flags["privileged"]
+        # plain, as in the official ranking: the reference does not see the solution
+        self.reference_privileged = "none" if reference == "plain" else self.privileged
+        # a candidate has no trajectory that could divide its log-ratio, only its own tokens
+        self.normalise = "none" if flags["normalise"] == "none" else "turn"
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        # in the dialogues that it was trained on, turns are stripped
+        # the critic was trained on stripped turns (`agent_messages`)
         candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
         distinct = list(dict.fromkeys(candidates))  # equal texts are computed once
         rows = []
@@ -412,10 +398,7 @@ class Critic:
         """The advantage of each turn of the rows, (R, S); the reference may read other rows."""
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
         reference, _ = turn_logprobs(self.reference, reference_rows or rows)
-        # a candidate's trajectory is its turn alone; turns of a dialogue are scored in the same
-        # way, so that both can be compared
-        normalise = "turn" if self.normalise == "trajectory" else self.normalise
-        values = advantage(logprobs, reference, tokens, normalise)
+        values = advantage(logprobs, reference, tokens, self.normalise)
         if not values.isfinite().all():
             raise SystemExit(f"found advantages that are not finite ({values[0].tolist()}),"
                              " expected a critic whose weights fit --dtype; try --dtype float32")

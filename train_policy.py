@@ -1,6 +1,6 @@
 r"""Train the policy of SWEET-RL from ranked candidates (arXiv 2503.15478, section 4.3).
 
-  1. A ranker, which saw the solution, gave the candidates of each state their advantages
+  1. A ranker, usually the critic, has given each candidate of a state its advantage
      (train_critic.py --candidates). This script never reads the solution.
   2. Pairs are drawn: a candidate of the better half and one of the worse.     make_pairs
   3. DPO on these pairs of turns trains the policy: Eq. (4).                   dpo_loss
@@ -21,7 +21,8 @@ Reads ranked candidates, whoever ranked them, one state a line, or episodes:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change the loss, edit `dpo_loss`; which candidates are paired, `make_pairs`; which episodes,
-`pair_episodes`. Supervised training is variants/sft.py.
+`pair_episodes`; the forward, `turn_logprobs`, which --packed replaces. Supervised training is
+variants/sft.py.
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.
@@ -138,8 +139,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before its last turn. Sorting by it puts rows of similar length, and candidates of
-        one state, side by side."""
+        """Tokens before the last turn. Rows are sorted by it, so that those of similar length are
+        padded together, and candidates of one state stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -283,10 +284,10 @@ def read_pairs(tokenizer, args, run):
                 f" --max_length {args.max_length}")
         return groups, custom_prompt(states)
     episodes, failed = load_episodes(args.episodes)
-    tasks = group_by_task(episodes)
-    groups, too_long = dialogue_pairs(tokenizer, [tasks[name] for name in sorted(tasks)],
+    by_task = group_by_task(episodes)
+    groups, too_long = dialogue_pairs(tokenizer, [by_task[task_id] for task_id in sorted(by_task)],
                                       args.pairs, args.margin, args.max_length)
-    run.say(f"{len(episodes)} episodes of {len(tasks)} tasks ({failed} failed ones omitted):"
+    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
             f" {sum(map(len, groups))} pairs; {too_long} episodes are longer than --max_length"
             f" {args.max_length}")
     return groups, custom_prompt(episodes)
@@ -312,7 +313,8 @@ def main(args):
                          " difference")
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the policy: fp32 weights, computing in bf16 on GPUs. Before its first step it is pi_ref
+    # 2. the policy: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so the
+    # reference's log-probs are its own, before the first step
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)
 
@@ -326,7 +328,8 @@ def main(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over ranks, so weight is their number, or 0 for a repeated pair
+        # FSDP averages gradients over the ranks; their number as weight makes that a sum. A rank
+        # that has no pair left repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

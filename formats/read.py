@@ -9,7 +9,8 @@ import math
 import re
 from pathlib import Path
 
-from colbench import DOMAINS, leak_share, one_domain
+from colbench import DOMAINS, one_domain
+from formats.outcome import leak_share
 from runtime.checks import expect, without_nulls
 from runtime.files import ResumableJsonl, read_jsonl
 

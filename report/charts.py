@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 
 import numpy
 
-from colbench import DOMAINS, lacks_answer
+from colbench import DOMAINS
+from formats.outcome import lacks_answer
 from judge.sandbox import SOLUTION_FAILED
 from runtime.verdict import heading
 

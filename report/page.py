@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from colbench import DOMAINS, MAX_TURNS, lacks_answer
+from colbench import DOMAINS, MAX_TURNS
+from formats.outcome import lacks_answer
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
 from report.charts import (

@@ -6,11 +6,14 @@
 # The base knows all topics by name and nothing of what they hide, so it serves any number of them.
 # For one that knows: AGENT=scripted:knowing BASE=runs/out/knowing runs/make_toy_base.sh
 # For a world of other details: WORLD=256/16/5/2-3 BASE=runs/out/base_16 runs/make_toy_base.sh
+# For one that was never shown which questions a solution makes worth asking, but says what it holds
+# when asked: READ=recite BASE=runs/out/reciting runs/make_toy_base.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DOMAIN=${DOMAIN:-backend}
 OUT=${OUT:-runs/out/base_$DOMAIN}
 AGENT=${AGENT:-scripted}
+READ=${READ:-inform} # how it learns to read a solution: inform or recite (toy/make_base.py)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=passive
 if [ "$DOMAIN" = backend ]; then
   BASE=${BASE:-toy/base}
@@ -30,14 +33,16 @@ demonstrate() { # NAME AGENT SAMPLES SEED FLAGS...
     --output "$OUT/$1.jsonl" "${@:5}"
 }
 demonstrate noisy "$AGENT" 3 0 "${TURNS[@]}"
-demonstrate informed scripted:informed 2 1 "${TURNS[@]}"
+READER=$AGENT # its questions are recited
+[ "$READ" = recite ] || READER=scripted:informed
+demonstrate "$READ" "$READER" 2 1 "${TURNS[@]}"
 EPISODES=("$OUT/noisy.jsonl")
 if [ "$DOMAIN" = backend ]; then
   demonstrate at_once scripted:guessing 1 2 --max_turns 1
   EPISODES+=("$OUT/at_once.jsonl")
 fi
 python toy/make_base.py model "${EPISODES[@]}" --output "$OUT/random"
-python toy/make_base.py inform "$OUT/informed.jsonl" --output "$OUT/solution_first.jsonl"
+python toy/make_base.py "$READ" "$OUT/$READ.jsonl" --output "$OUT/solution_first.jsonl"
 
 train() { # MODEL OUTPUT SEED
   python variants/sft.py --episodes "${EPISODES[@]}" "$OUT/solution_first.jsonl" --model "$1" \

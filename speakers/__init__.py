@@ -4,7 +4,7 @@ speakers/interface.py says what a speaker is. Importing this package needs the s
 alone; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 
-from runtime.names import check_spec, is_scripted, is_server
+from runtime.names import check_spec, is_server
 from speakers.interface import DEFAULT_SETTINGS
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
@@ -37,25 +37,3 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
             " frontend tasks looks at pictures of pages; choose one such as"
             " Qwen/Qwen2-VL-7B-Instruct, or a server of one")
     return VisionSpeaker(spec, settings)
-
-
-def check_speakers(args):
-    """Refuse names that can mean no speaker, before any of them is opened."""
-    check_spec(args.agent)
-    check_spec(args.human or "scripted")
-
-
-def refuse_unused(parser, args):
-    """Refuse flags that do nothing for the speakers that --agent and --human name."""
-    human = args.human or "scripted"
-    no_effect = [  # (when, flags, reason)
-        (not is_server(args.agent), ["agent_model"],
-         f"because {args.agent} is not the address of a server"),
-        (not is_server(human), ["human_model"], "because --human is not the address of a server"),
-        (is_scripted(args.agent), ["temperature", "max_new_tokens"], "by a scripted agent"),
-        (is_scripted(human), ["human_prompt", "human_temperature", "human_max_new_tokens"],
-         "by a scripted human"),
-    ]
-    for applies, names, reason in no_effect:
-        if applies:
-            parser.refuse_ignored(args, names, reason)

@@ -6,7 +6,8 @@ import traceback
 
 from tqdm import tqdm
 
-from colbench import DOMAINS, lacks_answer
+from colbench import DOMAINS
+from formats.outcome import lacks_answer
 from judge.sandbox import ANSWER_MARKER
 from runtime.progress import Outcome, Progress
 from runtime.text import counted

@@ -8,9 +8,10 @@ from conftest import TEMPLATES, UNNESTED, byte_tokenizer
 
 from colbench import (
     DOMAINS, agent_messages, agent_prompt_of, custom_prompt, encode_dialogue, end_of_turn,
-    human_messages, leak_share, reasons_of, split_message)
+    human_messages, split_message)
+from formats.outcome import leak_share, reasons_of
 from formats.read import complete_task, load_episodes, read_episodes, read_tasks
-from collect import parse_args, play, read_rules
+from collect import Rules, play
 from judge.sandbox import Grade, grade
 from speakers.interface import Speaker, Utterance
 from train_critic import critic_messages
@@ -248,11 +249,7 @@ def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
 
     judge = types.SimpleNamespace(grade=lambda task, answer: Grade(0.0, None, {}))
     task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
-    flags = ["--tasks", "t", "--agent", "scripted", "--human", "scripted", "--max_turns", "2",
-             "--output", "o"]
-    if reply_chars:
-        flags += ["--reply_chars", str(reply_chars)]
-    rules = read_rules(parse_args(flags), [task])
+    rules = Rules("", "", max_turns=2, reply_chars=reply_chars, seed=0)
     episode = play(task, 0, Wordy(), Wordy(), judge, rules)
     assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
 

@@ -460,9 +460,8 @@ def test_what_cannot_be_played_is_refused_before_anything_is_opened(
     names["logged"].write_text(json.dumps(task | {"domain": "logged"}))
     names["prompt"].write_text("Reply.")
     flags = [*flags.format(**names).split(), "--output", str(tmp_path / "o")]
-    args = collect.parse_args(flags)
     with pytest.raises(SystemExit, match=found.replace("{{", "{").replace("}}", "}")):
-        collect.main(args)
+        collect.main(collect.parse_args(flags))
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
 
 

@@ -2,11 +2,14 @@ r"""What the base policies of the embedded worlds are made of: runs/make_toy_bas
 
     python toy/make_base.py model EPISODES.jsonl... --output DIR
     python toy/make_base.py inform EPISODES.jsonl --output INFORMED.jsonl
+    python toy/make_base.py recite EPISODES.jsonl --output RECITED.jsonl
 
 `model` writes a checkpoint of random weights, with a tokenizer of the words in the episodes.
 `inform` puts the solution in front of each episode's request, as the critic reads it. From such
 dialogues variants/sft.py teaches a tiny model to read a solution in its context, as a pretrained
-one can from the start.
+one can from the start. `recite` teaches the same in another way: the roles are swapped, and the
+model says what the solution in front holds when it is asked, as the human does. So it never sees
+which questions a solution makes worth asking.
 """
 
 import argparse
@@ -134,6 +137,25 @@ def inform_command(args):
     print(f"{args.output}: {len(informed)} episodes, each with its solution in front")
 
 
+def recite_command(args):
+    """Write the episodes' questions and replies as dialogues of one who recites the solution."""
+    from train_critic import critic_messages  # late, as above
+
+    recited = []
+    for episode in read_episodes(args.episodes):
+        request, *turns = [message["content"] for message in episode["dialogue_history"]]
+        if len(turns) < 2:  # it answered at once
+            continue
+        first, *turns = turns[:-1]  # without the answer
+        history = [{"role": "user", "content": f"{request}\n{first}"}]
+        history += [{"role": ("assistant", "user")[index % 2], "content": text}
+                    for index, text in enumerate(turns)]
+        history = critic_messages(episode["task"], history)
+        recited.append(episode | {"dialogue_history": history})
+    write_jsonl(args.output, recited)
+    print(f"{args.output}: {len(recited)} dialogues that recite the solution in front")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,6 +169,10 @@ def main(argv=None):
     inform.add_argument("episodes", help="file of episodes")
     inform.add_argument("--output", required=True, help="FILE.jsonl to write")
     inform.set_defaults(command=inform_command)
+    recite = commands.add_parser("recite", help="dialogues that say what a solution holds")
+    recite.add_argument("episodes", help="file of episodes")
+    recite.add_argument("--output", required=True, help="FILE.jsonl to write")
+    recite.set_defaults(command=recite_command)
     args = parser.parse_args(argv)
     args.command(args)
 

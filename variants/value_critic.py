@@ -185,14 +185,17 @@ def train(args):
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, failed = load_episodes(args.episodes)
-    tasks = group_by_task(episodes)
-    train_tasks, held_out_tasks = split_tasks(tasks, args.holdout, args.seed)
-    options = args.pairs, args.margin
-    groups, too_long = dialogue_pairs(reader, [tasks[name] for name in train_tasks], *options)
-    held_out, _ = dialogue_pairs(reader, [tasks[name] for name in held_out_tasks], *options)
-    held_out = [pair for group in held_out for pair in group]
+    by_task = group_by_task(episodes)
+    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
+
+    def pairs_of(task_ids):
+        return dialogue_pairs(reader, [by_task[task_id] for task_id in task_ids], args.pairs,
+                              args.margin)
+
+    groups, too_long = pairs_of(train_tasks)
     pairs = [pair for group in groups for pair in group]
-    run.say(f"{len(episodes)} episodes of {len(tasks)} tasks ({failed} failed ones omitted):"
+    held_out = [pair for group in pairs_of(held_out_tasks)[0] for pair in group]
+    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
             f" {len(pairs)} pairs, {len(held_out)} pairs held out; {too_long} episodes are longer"
             f" than --max_length {args.max_length}")
     if not pairs:

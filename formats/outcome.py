@@ -1,0 +1,48 @@
+"""How a dialogue ended: why tests failed, whether there was an answer, what the human gave away."""
+
+import difflib
+import re
+
+from colbench import DOMAINS
+from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
+
+# What the judge says of a text that is no Python
+NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
+
+
+def reasons_of(grade, last_message):
+    """Test -> "passed" or why not; "no answer" where the agent's last message was none.
+
+    Without the marker, the whole last message is graded. If it is not Python (a question, for
+    example), its tests count as "no answer", not as failures.
+    """
+    if ANSWER_MARKER in last_message:
+        return grade.reasons
+    if not set(grade.reasons.values()) <= {*NO_CODE, SOLUTION_FAILED}:
+        return grade.reasons
+    return {name: "no answer" if reason in NO_CODE else reason
+            for name, reason in grade.reasons.items()}
+
+
+def lacks_answer(episode):
+    """Whether the dialogue ends without an answer, so that a question was graded in its place."""
+    if DOMAINS[episode["task"]["domain"]].logged:
+        return False  # a log has no answers
+    if episode["reasons"] and "test_cases" in episode["task"]:  # `reasons_of` has marked them
+        return "no answer" in episode["reasons"].values()
+    # pages and imported episodes have no reasons: look for the marker in the agent's last message
+    last = episode["dialogue_history"][1::2][-1]
+    text = last.get("output") or last["content"]
+    _, _, answer = text.partition(ANSWER_MARKER)
+    return not answer.strip() and not episode["success"]
+
+
+def leak_share(task, replies):
+    """The longest run of the solution's tokens in one human reply, as a share of the solution."""
+    solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])
+    longest = 0
+    for reply in replies:
+        words = re.findall(r"\w+|[^\w\s]", reply)
+        matcher = difflib.SequenceMatcher(None, solution, words, autojunk=False)
+        longest = max(longest, matcher.find_longest_match(0, len(solution), 0, len(words)).size)
+    return longest / max(1, len(solution))

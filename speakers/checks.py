@@ -1,0 +1,61 @@
+"""What collect.py checks of its flags, prompts and tasks before a model loads."""
+
+from pathlib import Path
+
+from colbench import DOMAINS, JudgeSettings, agent_prompt_of, one_domain
+from runtime.files import read_prompt
+from runtime.flags import refuse_flag
+from runtime.names import check_spec, is_scripted, is_server
+
+
+def check_speakers(parser, args):
+    """Refuse names that can mean no speaker, and flags that do nothing for those they mean."""
+    human = args.human or "scripted"
+    check_spec(args.agent)
+    check_spec(human)
+    no_effect = [  # (when, flags, reason)
+        (not is_server(args.agent), ["agent_model"],
+         f"because {args.agent} is not the address of a server"),
+        (not is_server(human), ["human_model"], "because --human is not the address of a server"),
+        (is_scripted(args.agent), ["temperature", "max_new_tokens"], "by a scripted agent"),
+        (is_scripted(human), ["human_prompt", "human_temperature", "human_max_new_tokens"],
+         "by a scripted human"),
+    ]
+    for applies, names, reason in no_effect:
+        if applies:
+            parser.refuse_ignored(args, names, reason)
+
+
+def refuse_unplayable(args, tasks):
+    """Refuse tasks that nobody can judge or answer, and flags that do nothing for them."""
+    domain = one_domain(tasks)
+    if domain.logged:
+        raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
+                         " expected tasks to play; --states samples candidates in logged episodes")
+    used_elsewhere = {name for other in DOMAINS.values() for name in other.flags}
+    for name in sorted(used_elsewhere - set(domain.flags)):
+        if getattr(args, name) != JudgeSettings._field_defaults[name]:
+            refuse_flag(args, name, "for these tasks")
+    if args.human is None:
+        raise SystemExit("found no --human, which these tasks need; expected a server or a model"
+                         " (or scripted, which only says that it does not know, for a dry run)")
+
+
+def read_prompts(args, tasks):
+    """(the agent's instructions, the human's): those given, the checkpoint's own, or ours."""
+    domain = one_domain(tasks)
+    human_prompt = read_prompt(args.human_prompt)
+    if human_prompt is None:
+        human_prompt = domain.human_prompt
+    for field in domain.human_prompt_fields:
+        if "{" + field + "}" not in human_prompt:
+            raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
+                             " expected it, since it tells the human what to want; add it")
+    trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
+    if args.agent_prompt is None and trained_with.is_file():
+        agent_prompt = read_prompt(trained_with)
+    else:
+        agent_prompt = read_prompt(args.agent_prompt)
+    if agent_prompt is None:
+        agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
+    return agent_prompt, human_prompt
