@@ -48,7 +48,7 @@ from speakers import load_speaker
 from speakers.checks import check_speakers, read_prompts, refuse_unplayable
 from speakers.fill import fill, report, show_bug
 from speakers.interface import Request, SpeakerError, SpeakerSettings
-from speakers.pool import elsewhere
+from speakers.pool import JudgeElsewhere
 from toy.world import toy_tasks
 
 # -----------------------------------------------------------------------------
@@ -72,6 +72,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
+    judge = JudgeElsewhere(judge)  # while it works, models go on with the other dialogues
     outputs, answer, error, graded = [], None, None, {}
 
     def ask(party, speaker, messages):
@@ -93,7 +94,9 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             on_turn()
             if answer is not None:
                 break
-            view = view_of_human(task, history, human, judge, rules.human_prompt)
+            view = history  # a script reads the dialogue, a model what its domain shows a human
+            if not human.reads_history:
+                view = domain.human_view(task, history, rules.human_prompt, judge)
             # the human's thoughts may reveal the solution
             reply = without_thoughts(ask("human", human, view).text)
             if reply is None:
@@ -102,8 +105,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                                    " thinking off")
             reply = reply[:rules.reply_chars or domain.reply_chars]
             history.append({"role": "user", "content": reply})
-        with elsewhere():  # meanwhile, models go on with the other dialogues
-            grade = judge.grade(task, domain.graded_text(answer, history))
+        grade = judge.grade(task, domain.graded_text(answer, history))
         graded = {"reward": grade.reward, "success": grade.success,
                   "reasons": reasons_of(grade, content)}
     except SpeakerError as reason:
@@ -120,17 +122,6 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
         "leak": leak_share(task, replies), "seed": rules.seed, "agent_prompt": rules.agent_prompt,
         "error": error,
     } | graded
-
-
-def view_of_human(task, history, human, judge, prompt):
-    """A scripted human reads the dialogue itself; a model, what its domain shows a human."""
-    domain = DOMAINS[task["domain"]]
-    if human.reads_history:
-        return history
-    if not domain.pages:
-        return domain.human_view(task, history, prompt, judge)
-    with elsewhere():  # a browser draws the pages
-        return domain.human_view(task, history, prompt, judge)
 
 
 def episode_key(episode):

@@ -161,6 +161,21 @@ def elsewhere():
         job.pool.come_back(job)
 
 
+class JudgeElsewhere:
+    """A judge whose calls are waited for elsewhere."""
+
+    def __init__(self, judge):
+        self.judge = judge
+
+    def grade(self, task, answer):
+        with elsewhere():
+            return self.judge.grade(task, answer)
+
+    def picture(self, page):
+        with elsewhere():
+            return self.judge.picture(page)
+
+
 def gather(compute, request):
     """compute([request, ...])[i], in one batch with what other jobs ask of the same function."""
     job = getattr(CURRENT, "job", None)

@@ -151,6 +151,9 @@ class HeldJudge:
         self.wait("grade", task)
         return Grade(1.0, True, {})
 
+    def picture(self, task):
+        self.wait("view", task)
+
     def open(self):
         """Answer all, and hold none any more."""
         self.opened.set()

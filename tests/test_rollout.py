@@ -85,7 +85,7 @@ def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(
     view = DOMAINS["backend"].human_view
 
     def drawn_view(task, history, prompt, judge):
-        judge.wait("view", task)
+        judge.picture(task)
         return view(task, history, prompt, judge)
 
     domain = DOMAINS["backend"]._replace(pages=True, human_view=drawn_view)
