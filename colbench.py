@@ -7,9 +7,9 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
   1. A task is one JSON line: what the human says first, what the human has in mind, hidden tests.
   2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`.
      (What the critic sees is defined in train_critic.py.)
-  3. A judge gives the answer its reward. Model-written code and pages run in closed child
-     processes alone: judge/.
-  4. DOMAINS holds all that differs between functions and pages. A third domain is one more entry.
+  3. A judge gives the answer its reward. Model-written code and pages run only in sandboxed child
+     processes: judge/.
+  4. DOMAINS holds all that differs between functions and pages. A new domain is one more entry.
   5. `encode_dialogue` turns a dialogue into token ids and says which agent turn each belongs to.
 
     python colbench.py check TASKS.jsonl            grade every solution against itself
@@ -17,9 +17,10 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
     python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl     tasks from WebSight rows
 
-To change the rules of a dialogue, edit `split_message`; what a party is told, the prompts below;
-what a task is, DOMAINS. formats/read.py reads files and checks every row.
-`import colbench` needs the standard library alone.
+To change what counts as an answer, edit `split_message`; to change what a party is told, the
+prompts below; what a task is, DOMAINS. The loop of a dialogue is `play` in collect.py.
+formats/read.py reads files and checks every line. `import colbench` needs only the standard
+library.
 """
 
 import base64
@@ -42,8 +43,8 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human
 def split_message(task, text, last_turn):
     """(what the human reads, the answer or None) of one agent message, without its thoughts.
 
-    What follows ANSWER_MARKER is the answer. In the last turn, a message without it is
-    the answer as a whole.
+    What follows ANSWER_MARKER is the answer. If the last turn lacks the marker, its whole message
+    is the answer.
     """
     content = without_thoughts(text) or ""
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
@@ -59,7 +60,7 @@ THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
 def without_thoughts(text):
     """What a reasoning model says after its thoughts; None where they never end.
 
-    Some chat templates open the thoughts, so that the text has their end alone.
+    Some chat templates put the opening tag into the prompt, so the text has only the closing one.
     """
     _, end, said = text.rpartition(END_OF_THOUGHTS)
     if not end and text.lstrip().startswith(THOUGHTS):
@@ -132,10 +133,10 @@ def prompt_of_episode(episode):
 
 
 def custom_prompt(records):
-    """The agent's instructions that all episodes or candidates share, unless they are our own.
+    """The agent's instructions, if all records share them and they are not the domain's own.
 
-    A policy trained on them needs these instructions when it plays. Our own are not kept with it:
-    they name the number of turns, which may be another one then.
+    A policy that was trained with such instructions needs them when it plays. The domain's own are
+    not stored with it, because they name the number of turns, which may differ when it plays.
     """
     prompts = set()
     for record in records:
@@ -182,7 +183,7 @@ def first_request(messages):
 
 
 def human_messages(task, history, prompt, judge=None):
-    """What the human of a function sees: what it has in mind, and the dialogue with roles swapped.
+    """What the human of a backend task sees: what it has in mind, and the dialogue, roles swapped.
 
     A prompt with the placeholder {dialogue_history}, as the official ones have, becomes one user
     message instead.
@@ -259,18 +260,18 @@ class Domain(typing.NamedTuple):
 
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
-    # JudgeSettings -> a judge: grade(task, answer) gives a judge.sandbox.Grade and may be called
-    # from many threads; a context manager. None: nobody can judge, see `logged`
+    # JudgeSettings -> a judge: a context manager whose grade(task, answer) returns a
+    # judge.sandbox.Grade and may be called from many threads. None: nobody can judge, see `logged`
     open_judge: typing.Callable | None
     human_view: typing.Callable = human_messages  # what the human reads
-    graded_text: typing.Callable = lambda answer, history: answer  # at the end of a dialogue
-    one_turn_prompt: str | None = None  # for agents that send one message only, if it is another
-    complete: typing.Callable = lambda task, where: None  # checks the fields of this domain alone
-    reply_chars: int = 400  # human replies are cut here
-    human_prompt_fields: tuple = ("hidden_information",)  # without these, the human knows nothing
-    # answers are right, with a reward of 1, or wrong; if not, the reward is all there is
+    graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
+    one_turn_prompt: str | None = None  # replaces agent_prompt where a dialogue has one turn
+    complete: typing.Callable = lambda task, where: None  # checks the fields only this domain has
+    reply_chars: int = 400  # most characters of a human reply; the rest is cut off
+    human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
+    # whether answers are right (reward 1) or wrong; if not, an episode has a reward and no success
     has_success: bool = True
-    success_reward: float = 1.0  # without tests: the least reward that a rule counts as success
+    success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
     pages: bool = False  # answers are web pages: drawn for human, critic and report
     flags: tuple = ()  # fields of JudgeSettings that this domain uses; others are refused
@@ -381,7 +382,7 @@ def encode_dialogue(tokenizer, messages, finished=()):
             raise UnnestedTemplate(
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
-                " template like Llama's")
+                " template that keeps them, like Llama's; take another model, or edit its template")
         pieces.append((prompt[len(rendered):], -1, False))
         if index < len(messages):
             content = messages[index]["content"]
@@ -435,7 +436,7 @@ def encode_candidates(tokenizer, messages, candidates, max_length):
 
 
 def encode_prompt(tokenizer, messages):
-    """Token ids to sample from. A template that does not nest serves here, but not in training."""
+    """Token ids of a prompt. Unlike training, sampling accepts a template that does not nest."""
     try:
         return encode_dialogue(tokenizer, messages)[0]
     except UnnestedTemplate:

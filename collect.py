@@ -3,8 +3,8 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
   1. Each task is played `--samples_per_task` times.                             play
   2. `--batch_size` dialogues run at a time, a thread for each; a local model
      answers all that wait for it as one batch.                                  speakers/fill.py
-  3. With `--states EPISODES`, the agent is sampled, not played: `--num_candidates`
-     messages for each of its turns in these episodes, for a critic to rank.     candidates
+  3. With `--states EPISODES`, nothing is played: in states of these episodes, the
+     agent is sampled for `--num_candidates` candidates, for a critic to rank.   candidates
 
     python collect.py --tasks toy:backend:train --num_tasks 500 --samples_per_task 6 \
         --agent toy/base --output episodes.jsonl
@@ -22,13 +22,13 @@ line:
 Beside it, OUTPUT.run.json records the command. After a kill, give the same command again; lines
 with an `error` are made again, too. More tasks or samples than before continue the same output.
 
-To change the rules of a dialogue, edit `play`; what is drawn in a state, `candidates`; which
-states, `choose_states`; what a party reads, or the reward, DOMAINS in colbench.py; who speaks,
-speakers/. variants/best_of_n.py shows how to put something between the agent and the dialogue.
+To change the rules of a dialogue, edit `play`; to change what is sampled in a state, `candidates`;
+which states, `choose_states`; what a party reads, or the reward, DOMAINS in colbench.py; who
+speaks, speakers/. variants/best_of_n.py shows how to put something between agent and dialogue.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
 the official ones). From the official code: the human sees the dialogue as a chat with the roles
-swapped; on pages, the agent sees its own plan, before "OUTPUT:", again.
+swapped; in page tasks, the agent also sees its earlier plans, which stand before "OUTPUT:".
 """
 
 import os
@@ -94,7 +94,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             on_turn()
             if answer is not None:
                 break
-            view = history  # a script reads the dialogue, a model what its domain shows a human
+            view = history  # scripts read the dialogue itself, models what their domain shows
             if not human.reads_history:
                 view = domain.human_view(task, history, rules.human_prompt, judge)
             # the human's thoughts may reveal the solution
@@ -155,7 +155,7 @@ def choose_states(episodes, fraction, states_per_task, seed):
 
 
 def candidates(state, agent, n, seed):
-    """The state, with n messages that the agent could say in it."""
+    """The state with n candidates, sampled from the agent."""
     # "candidates" keeps these draws apart from those of the dialogue
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
@@ -200,7 +200,8 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None):
             args.judge, args.require_protection, max(1, (os.cpu_count() or 1) // process.world),
             args.clip or ("none" if is_toy else None), args.clip_crop, process.device)
         if args.human == "scripted" and not is_toy and process.leads:
-            print("--human scripted only says that it does not know: a dry run of the stages")
+            print("--human scripted says to every question that it does not know, so this is only a"
+                  " dry run of the stages")
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with domain.open_judge(settings) as judge:
             human = load_speaker(args.human, "human", SpeakerSettings(
@@ -220,8 +221,8 @@ def collect_states(args, process):
     """Sample what `args.output` lacks; returns all states, on the leader."""
     episodes, failed = load_episodes(args.states)
     if not episodes:
-        raise SystemExit(f"{' '.join(args.states)}: found {failed} failed episodes and no other,"
-                         " expected some with agent turns; collect them again")
+        raise SystemExit(f"{' '.join(args.states)}: found only failed episodes ({failed}), expected"
+                         " at least one without an error; rerun the command that collected them")
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
     keys = [state_key(state) for state in states]
     store = open_store(args, args.states, state_key, process)
@@ -267,8 +268,9 @@ def collect_parser(description):
     what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"
                       " toy:frontend:test, ...")
     what.add_argument("--states", nargs="+", default=[],
-                      help="episodes whose agent turns to sample candidates for")
-    parser.add_argument("--output", required=True, help="file of episodes, or of candidates")
+                      help="episode files; candidates are sampled for their agent turns")
+    parser.add_argument("--output", required=True,
+                        help="file to write: episodes, or candidates with --states")
     parser.add_argument("--num_tasks", type=int, least=1, needs="tasks",
                         help="only the first NUM_TASKS tasks (default: all; of a toy world 1,000)")
     parser.add_argument("--samples_per_task", type=int, least=1, needs="tasks", default=3,
@@ -276,15 +278,16 @@ def collect_parser(description):
     parser.add_argument("--states_fraction", type=float, above=0, most=1, needs="states",
                         default=0.1, help="share of the tasks that give states")
     parser.add_argument("--states_per_task", type=int, least=1, needs="states",
-                        help="draw this many states of each of them (default: all)")
+                        help="draw at most this many states of each task (default: all)")
     parser.add_argument("--num_candidates", type=int, least=1, needs="states", default=16,
-                        help="messages for each state")
+                        help="candidates sampled in each state")
     parser.add_argument("--agent", required=True,
                         help="model name or directory, http://host:port/v1, scripted, or"
-                        " scripted:NAME, a function of toy/world.py: SCRIPTED")
-    parser.add_argument("--agent_model", help="model name to ask an agent server for")
+                        " scripted:NAME with a NAME of SCRIPTED in toy/world.py")
+    parser.add_argument("--agent_model", help="name of the agent's model on a server")
     parser.add_argument("--agent_prompt", needs="tasks",
-                        help="file with its instructions (default: the checkpoint's own, or ours)")
+                        help="file with the agent's instructions (default: those in its checkpoint,"
+                        " or the domain's own)")
     parser.add_argument("--temperature", type=float, least=0, default=1.0,
                         help="sampling temperature of the agent")
     parser.add_argument("--max_new_tokens", type=int, least=1, default=1024,
@@ -292,18 +295,20 @@ def collect_parser(description):
     parser.add_argument("--human", needs="tasks",
                         help="as --agent; for pages, a vision-language model (default in a toy"
                         " world: scripted)")
-    parser.add_argument("--human_model", needs="tasks", help="model name to ask a human server for")
+    parser.add_argument("--human_model", needs="tasks",
+                        help="name of the human's model on a server")
     parser.add_argument("--human_prompt", needs="tasks",
-                        help="file with its instructions, with {hidden_information} and other text"
-                        " fields of the task in braces (default: ours)")
+                        help="file with the human's instructions; {hidden_information} and other"
+                        " text fields of the task are filled in (default: the domain's own)")
     parser.add_argument("--human_temperature", type=float, least=0, needs="tasks", default=0.0,
                         help="sampling temperature of the human")
     parser.add_argument("--human_max_new_tokens", type=int, least=1, needs="tasks", default=1024,
                         help="token limit of one human message, its thoughts included")
     parser.add_argument("--max_turns", type=int, least=1, needs="tasks", default=MAX_TURNS,
-                        help="agent messages in a dialogue")
+                        help="most agent turns in a dialogue")
     parser.add_argument("--reply_chars", type=int, least=1, needs="tasks",
-                        help="cut human replies here (default: 400 backend, 1000 frontend)")
+                        help="most characters of a human reply; the rest is cut off (default: 400"
+                        " backend, 1000 frontend)")
     parser.add_argument("--judge", needs="tasks", choices=("fixed", "official"), default="fixed",
                         help="fixed: our grading; official: that of the official code, with its"
                         " quirks")

@@ -3,18 +3,18 @@ r"""Evaluate policies from their episodes: means with intervals, differences, an
 How it works (SWEET-RL section 5):
   1. The samples of a task are averaged first, then the tasks. An episode with an error counts only
      in the error rate: `task_means`.
-  2. A 95 % interval is a bootstrap over tasks, crossed with seeds. Where all outcomes agree, a
-     bootstrap has no width, and Wilson's interval takes its place: `interval`.
-  3. Every policy is compared with the first one, and the best with every other, on the same tasks:
-     difference, win rate, sign test: `compare`.
-It plays nothing and loads no model.
+  2. Each 95 % interval is a bootstrap over tasks, crossed with seeds. If all outcomes are equal,
+     the bootstrap has no width, and Wilson's interval replaces it: `interval`.
+  3. Every policy is compared with the first one, and the best with every other, on the same tasks,
+     by difference, win rate and sign test: `compare`.
+The script plays nothing and loads no model.
 
     python evaluate.py base=base.jsonl sweet=sweet.jsonl --output runs/evaluation
     python evaluate.py base=base0.jsonl base=base1.jsonl sweet=sweet0.jsonl sweet=sweet1.jsonl \
         --output runs/evaluation                                          # two seeds of each
 
-To change what is measured, edit `episode_numbers` and NUMBERS; how sure a number is, `interval`;
-when a difference is settled, `compare`; what is said about it, runtime/verdict.py.
+To change what is measured, edit `episode_numbers` and NUMBERS; to change the intervals, `interval`;
+when a difference is settled, `compare`; the words of the verdict, runtime/verdict.py.
 
 Reads: episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`).
 Writes: results.json, and results.md with the tables that are printed. `python -m report` draws the
@@ -129,10 +129,10 @@ def bounds(means, count, limits=None):
 
 
 def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
-    """Difference of the values ours - theirs, (R, T) each; either has its own number of runs.
+    """Compare the values of two policies, (R, T) each, each with its own number of runs.
 
-    It counts the tasks that have a value in every run of both; None if there is no such task. A
-    draw takes the same tasks for both: they are paired. Their seeds are drawn independently.
+    Only tasks with a value in every run of both policies count; None if there is none. A draw takes
+    the same tasks for both policies (a paired comparison), and draws their seeds independently.
     """
     shared = ~(numpy.isnan(ours).any(0) | numpy.isnan(theirs).any(0))  # (T,)
     if not shared.any():
@@ -148,8 +148,8 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     rate_low_high = bounds(drawn_means(drawn_points, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
-    # settled: the interval excludes 0 and the sign test agrees, since a bootstrap over a handful of
-    # tasks is too narrow
+    # settled: the interval excludes 0 and the sign test agrees. The interval alone is not enough: a
+    # bootstrap over a handful of tasks is too narrow
     excludes_zero = low_high["low"] is not None and low_high["low"] * low_high["high"] > 0
     return {"difference": {"value": float(gaps.mean())} | low_high,
             "win_rate": {"value": float(points.mean())} | rate_low_high,
@@ -317,7 +317,8 @@ def main(args):
               if policy["errors"].total() == policy["episodes"]]
     if failed:
         raise SystemExit(f"every dialogue of {', '.join(failed)} was stopped by an error; expected"
-                         " the agent and the human to answer: see the reason above")
+                         " the agent and the human to answer; remove the cause printed above, then"
+                         " rerun the command that collected them")
 
 
 def parse_args(argv=None):

@@ -1,8 +1,8 @@
 r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, section 4.2).
 
   1. Two dialogues of a task with different rewards form a pair.               pair_episodes
-  2. Critic and reference read both, after the solution. (The policy never
-     sees the solution.)                                                       critic_messages
+  2. Critic and reference read both dialogues, with the solution in front.
+     (The policy never sees the solution.)                                     critic_messages
   3. The advantage of a turn is the mean log-ratio of its tokens, critic to
      reference: Eq. (3).                                                       advantage
   4. A Bradley-Terry loss on both dialogues' summed advantages trains the
@@ -23,18 +23,19 @@ line:
      "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
      "ranker": "critic"}
 
-To change the loss, edit `critic_loss`; the advantage, `advantage` and NORMALISERS; the pairs,
-`pair_episodes`; what the critic reads, `critic_messages`; the forward, `turn_logprobs`, which
---packed replaces. Another kind of critic is another file that writes ranked candidates, such as
-variants/value_critic.py.
+To change the loss, edit `critic_loss`; to change the advantage, `advantage` and NORMALISERS; the
+pairs, `pair_episodes`; what the critic reads, `critic_messages`; the forward pass, `turn_logprobs`
+(--packed replaces it). Another kind of critic is another file that writes ranked candidates, such
+as variants/value_critic.py.
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary.
 
-Differences from the paper: none in the equations. From the official code: the mean is per turn, not
-over the trajectory (`--normalise trajectory` is theirs); the NLL term of the paper's Table 5 is on
-(`--nll 0` is theirs); the end-of-turn token is scored; long dialogues lose their oldest turns, not
-their answer; the ranking's reference sees the solution, too (`--reference plain` is theirs).
+Differences from the paper: none in the equations. From the official code, with the flag that
+restores its behaviour where there is one: the mean is per turn, not over the trajectory
+(`--normalise trajectory`); the NLL term of the paper's Table 5 is on (`--nll 0`); the end-of-turn
+token is scored; long dialogues lose their oldest turns, not their answer; the ranking's reference
+also sees the solution (`--reference plain`).
 """
 
 import dataclasses
@@ -70,8 +71,8 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     """SWEET-RL Eq. (3): A(o_t, a_t, c) =
     1/L sum_l [log pi_theta(a_l | o_t, a_<l, c) - log pi_ref(a_l | o_t, a_<l, c)].
 
-    All (R, S): the turns' log-probs under critic and reference, and their numbers of tokens. A turn
-    without tokens gets 0, and so does the padding of shorter dialogues.
+    `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
+    `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
     """
     log_ratio = logprobs - reference  # summed over l
     return log_ratio / NORMALISERS[normalise](tokens).clamp(min=1)  # an empty turn gives 0 / 1
@@ -92,11 +93,11 @@ PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 
 
 def pair_episodes(group, rule="best_vs_rest", margin=0.0):
-    """(chosen, rejected) episodes of one task; chosen ones have a reward at least `margin` greater.
+    """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
-    best_vs_rest (official code): the best episode, the first of equals, against every worse one; a
-    backend task without success gives no pair. success_vs_failure: every success against every
-    failure. all: every two episodes of different reward.
+    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
+    a backend task without a success gives no pair. success_vs_failure pairs every success with
+    every failure. all pairs every two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -255,7 +256,7 @@ def learning_rate(step, steps, peak):
 
 
 def plan_batches(groups, epochs, batch_size, shuffle, seed):
-    """The pairs of each step: in every epoch all of them, in a new seeded order.
+    """The pairs of each step. Every epoch takes all pairs, in a new seeded order.
 
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
     group stay side by side, so that what they share is computed once (--packed).
@@ -302,20 +303,20 @@ def train(args):
     held_out = [pair for group in pairs_of(held_out_tasks)[0] for pair in group]
     run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
             f" {len(pairs)} pairs from {sum(map(bool, groups))} tasks, {len(held_out)} pairs of"
-            f" {len(held_out_tasks)} tasks held out; {too_long} episodes are longer than"
-            f" --max_length {args.max_length}")
+            f" {len(held_out_tasks)} tasks held out; {too_long} episodes omitted, since their last"
+            f" turn does not fit in --max_length {args.max_length}")
     if not pairs:
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         f" of one task to train on, and {len(held_out)} held out, expected at"
-                         " least one; collect more episodes of each task, give logs a `task` in"
-                         " common, take --pairs all, a smaller --margin or --holdout, or a greater"
-                         " --max_length. A model that never succeeds learns from demonstrations"
-                         " first (variants/sft.py)")
+                         f" of one task to train on, and {len(held_out)} held out; expected at"
+                         " least one to train on. Collect more episodes of each task, or give"
+                         " --pairs all, a smaller --margin or --holdout, or a larger --max_length."
+                         " In logs, dialogues to compare need the same `task`. If the model never"
+                         " succeeds, train it on demonstrations first (variants/sft.py)")
     rows = list(dict.fromkeys(row for pair in pairs + held_out for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the critic: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so the
-    # reference's log-probs are its own, before the first step
+    # 2. the critic: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so its own
+    # log-probs before the first step are the reference's
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)
 
@@ -329,8 +330,8 @@ def train(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; their number as weight makes that a sum. A rank
-        # that has no pair left repeats one with weight 0
+        # FSDP averages gradients over the ranks; the number of ranks as weight turns this mean
+        # into a sum. A rank that has no pair left repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -367,7 +368,7 @@ class Critic:
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         # plain, as in the official ranking: the reference does not see the solution
         self.reference_privileged = "none" if reference == "plain" else self.privileged
-        # a candidate has no trajectory that could divide its log-ratio, only its own tokens
+        # a candidate is no part of a trajectory, so its own tokens divide its log-ratio
         self.normalise = "none" if flags["normalise"] == "none" else "turn"
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
@@ -401,7 +402,7 @@ class Critic:
         values = advantage(logprobs, reference, tokens, self.normalise)
         if not values.isfinite().all():
             raise SystemExit(f"found advantages that are not finite ({values[0].tolist()}),"
-                             " expected a critic whose weights fit --dtype; try --dtype float32")
+                             " expected finite ones; rerun with --dtype float32")
         return values
 
 
@@ -434,8 +435,9 @@ def rank(args):
     ranked = store.finish([state_key(state) for state in states])
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
-        print(f"{path}: {len(ranked)} ranked states; {omitted} failed states omitted, {too_long}"
-              f" are too long for the critic (--max_length {critic_flags['max_length']})")
+        print(f"{path}: {len(ranked)} ranked states, {too_long} of them without advantages, since"
+              f" they are too long for the critic (--max_length {critic_flags['max_length']});"
+              f" {omitted} failed states omitted")
 
 
 # -----------------------------------------------------------------------------
@@ -451,23 +453,23 @@ def parse_args(argv=None):
     parser.add_argument("--model", help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
-                        help="tokens of a dialogue; a longer one loses its oldest turns, and is"
-                        " omitted if the last does not fit")
+                        help="most tokens of a dialogue; a longer one loses its oldest turns, and"
+                        " is omitted if its last turn does not fit")
     parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
                         help="what the critic sees besides the dialogue")
     parser.add_argument("--normalise", choices=tuple(NORMALISERS), default="turn",
                         help="what divides a turn's log-ratio: its tokens (paper), those of the"
                         " trajectory (official code), or nothing")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
-                        help="which episodes of a task are paired: best_vs_rest: the best with"
-                        " every worse one, if it passed all tests (official code);"
+                        help="which episodes of a task are paired. best_vs_rest: the best with"
+                        " every worse one, if the best passed all tests (official code);"
                         " success_vs_failure: every success with every failure; all: every two of"
                         " different reward")
     parser.add_argument("--margin", type=float, least=0, default=0.0,
                         help="least difference of reward in a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
-                        help="what an epoch shuffles: single pairs, or tasks, whose pairs stay side"
-                        " by side")
+                        help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
+                        " its pairs side by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
                         help="share of tasks that are held out for evaluation")
     # the defaults are the paper's Table 5
@@ -487,8 +489,8 @@ def parse_args(argv=None):
                         help="where to write them (default: OUTPUT/ranked.jsonl)")
     parser.add_argument("--reference", choices=("privileged", "plain"), default="privileged",
                         needs="candidates",
-                        help="whether the ranking's reference sees the solution (paper) or not"
-                        " (official code)")
+                        help="privileged: the ranking's reference sees the solution (paper); plain:"
+                        " it does not (official code)")
     machine_flags(parser)
     args = parser.parse_args(argv)
     if args.episodes and not args.model:

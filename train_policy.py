@@ -4,7 +4,7 @@ r"""Train the policy of SWEET-RL from ranked candidates (arXiv 2503.15478, secti
      (train_critic.py --candidates). This script never reads the solution.
   2. Pairs are drawn: a candidate of the better half and one of the worse.     make_pairs
   3. DPO on these pairs of turns trains the policy: Eq. (4).                   dpo_loss
-With --episodes, it is multi-turn DPO, a baseline: the same loss on pairs of whole dialogues.
+With --episodes, this script is multi-turn DPO, a baseline: the same loss on whole dialogues.
 
     python train_policy.py --candidates critic/ranked.jsonl --model toy/base --output policy \
         --lr 3e-4
@@ -12,7 +12,7 @@ With --episodes, it is multi-turn DPO, a baseline: the same loss on pairs of who
         --model meta-llama/Llama-3.1-8B-Instruct --output policy --packed
     python train_policy.py --episodes episodes.jsonl --model toy/base --output mtdpo --epochs 4
 
-Reads ranked candidates, whoever ranked them, one state a line, or episodes:
+Reads episodes, or the ranked candidates of any ranker, one state a line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
@@ -20,15 +20,16 @@ Reads ranked candidates, whoever ranked them, one state a line, or episodes:
 
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
-To change the loss, edit `dpo_loss`; which candidates are paired, `make_pairs`; which episodes,
-`pair_episodes`; the forward, `turn_logprobs`, which --packed replaces. Supervised training is
-variants/sft.py.
+To change the loss, edit `dpo_loss`; to change the pairs of candidates, `make_pairs`; the pairs of
+episodes, `pair_episodes`; the forward pass, `turn_logprobs` (--packed replaces it). Supervised
+training is variants/sft.py.
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.
 
-Differences from the paper: none known. From the official code: NLL trains agent tokens only;
-candidates that were cut at the token limit get no end-of-turn token; equal texts are never a pair.
+Differences from the paper: none known. From the official code: the NLL term covers agent tokens
+only; candidates that were cut at the token limit get no end-of-turn token; equal texts are never a
+pair.
 """
 
 import dataclasses
@@ -70,7 +71,7 @@ PAIRINGS = ("halves", "positive_vs_negative")
 
 
 def make_pairs(texts, advantages, pairing, count, draw):
-    """Up to `count` (chosen, rejected) indices among the N candidates of a state, by `draw`.
+    """Up to `count` pairs (chosen, rejected) of indices of a state's N candidates, drawn by `draw`.
 
     halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
     one of positive and one of negative advantage, if the state has both. A text sampled k times is
@@ -95,11 +96,11 @@ PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 
 
 def pair_episodes(group, rule="best_vs_rest", margin=0.0):
-    """(chosen, rejected) episodes of one task; chosen ones have a reward at least `margin` greater.
+    """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
-    best_vs_rest (official code): the best episode, the first of equals, against every worse one; a
-    backend task without success gives no pair. success_vs_failure: every success against every
-    failure. all: every two episodes of different reward.
+    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
+    a backend task without a success gives no pair. success_vs_failure pairs every success with
+    every failure. all pairs every two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -255,7 +256,7 @@ def learning_rate(step, steps, peak):
 
 
 def plan_batches(groups, epochs, batch_size, shuffle, seed):
-    """The pairs of each step: in every epoch all of them, in a new seeded order.
+    """The pairs of each step. Every epoch takes all pairs, in a new seeded order.
 
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
     group stay side by side, so that what they share is computed once (--packed).
@@ -273,14 +274,14 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state or task; the agent's own instructions, if any)."""
+    """(pairs of rows, one list per state or task; the `custom_prompt` of the data)."""
     if args.candidates:
         states, omitted = read_candidates(args.candidates, ranked=True)
         groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                            args.max_length, args.seed)
         rankers = ", ".join(sorted({state["ranker"] for state in states}))
         run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by"
-                f" {rankers}: {sum(map(len, groups))} pairs; {too_long} are longer than"
+                f" {rankers}: {sum(map(len, groups))} pairs; {too_long} more do not fit in"
                 f" --max_length {args.max_length}")
         return groups, custom_prompt(states)
     episodes, failed = load_episodes(args.episodes)
@@ -288,8 +289,8 @@ def read_pairs(tokenizer, args, run):
     groups, too_long = dialogue_pairs(tokenizer, [by_task[task_id] for task_id in sorted(by_task)],
                                       args.pairs, args.margin, args.max_length)
     run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs; {too_long} episodes are longer than --max_length"
-            f" {args.max_length}")
+            f" {sum(map(len, groups))} pairs; {too_long} episodes omitted, since their last turn"
+            f" does not fit in --max_length {args.max_length}")
     return groups, custom_prompt(episodes)
 
 
@@ -307,14 +308,14 @@ def main(args):
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     rows = list(dict.fromkeys(row for group in groups for pair in group for row in pair))
     if not rows:
-        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected candidates with different"
-                         " advantages, or episodes of one task with different rewards, within"
-                         f" --max_length {args.max_length}; for episodes, --pairs all takes every"
-                         " difference")
+        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected candidates of one state with"
+                         " different advantages, or episodes of one task with different rewards,"
+                         f" that fit in --max_length {args.max_length}; raise it, collect more"
+                         " samples, or give --pairs all for episodes")
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the policy: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so the
-    # reference's log-probs are its own, before the first step
+    # 2. the policy: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so its own
+    # log-probs before the first step are the reference's
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)
 
@@ -328,8 +329,8 @@ def main(args):
             group["lr"] = learning_rate(step, len(batches), args.lr)
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; their number as weight makes that a sum. A rank
-        # that has no pair left repeats one with weight 0
+        # FSDP averages gradients over the ranks; the number of ranks as weight turns this mean
+        # into a sum. A rank that has no pair left repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -361,8 +362,8 @@ def parse_args(argv=None):
                         help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="checkpoint directory to write")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
-                        help="tokens of a dialogue; a longer one loses its oldest turns, and is"
-                        " omitted if the last does not fit")
+                        help="most tokens of a dialogue; a longer one loses its oldest turns, and"
+                        " is omitted if its last turn does not fit")
     parser.add_argument("--pairing", choices=PAIRINGS, default="halves",
                         help="which candidates are paired: halves: one of the better half and one"
                         " of the worse (paper); positive_vs_negative: one of positive and one of"
@@ -375,8 +376,8 @@ def parse_args(argv=None):
                         help="least difference of reward in a pair of episodes; for pages, give"
                         " 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
-                        help="what an epoch shuffles: single pairs, or states (of --episodes:"
-                        " tasks), whose pairs stay side by side")
+                        help="what an epoch shuffles: single pairs, or groups: the states (with"
+                        " --episodes, the tasks), each with its pairs side by side")
     # the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (4)")
     parser.add_argument("--nll", type=float, least=0, default=0.01,

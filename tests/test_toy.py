@@ -489,3 +489,16 @@ def test_a_base_is_made_from_demonstrations_and_reads_informed_ones_as_a_critic_
         as_policy = dialogue_row(tokenizer, other, 8192, privileged="none")
         assert (as_critic.ids, as_critic.turn_index) == (as_policy.ids, as_policy.turn_index)
     assert len(speaker.reply(Request(first_messages(before[0]["task"], MAX_TURNS)))) == 1
+
+
+def test_recited_dialogues_teach_what_the_human_says_and_no_question(tmp_path):
+    plain, recited = tmp_path / "plain.jsonl", tmp_path / "recited.jsonl"
+    run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 4, "--output", plain,
+               "--samples_per_task", 1, "--agent", "scripted")
+    run_script("toy/make_base.py", "recite", plain, "--output", recited)
+    for one, other in zip(load_episodes([plain])[0], load_episodes([recited])[0], strict=True):
+        replies = [turn["content"] for turn in one["dialogue_history"][2::2]]
+        history = other["dialogue_history"]
+        assert [turn["content"] for turn in history if turn["role"] == "assistant"] == replies
+        assert history[0]["content"].startswith(
+            SOLUTION_NOTE.format(solution=one["task"]["ground_truth"]))

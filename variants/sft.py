@@ -53,7 +53,8 @@ def main(args):
     too_long = rows.count(None)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
-            f" {too_long} are longer than --max_length {args.max_length}")
+            f" {too_long} omitted, since their last turn does not fit in --max_length"
+            f" {args.max_length}")
     if not rows:
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
                          f" {'a success' if args.successes else 'one'} of at most --max_length"

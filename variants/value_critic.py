@@ -196,8 +196,8 @@ def train(args):
     pairs = [pair for group in groups for pair in group]
     held_out = [pair for group in pairs_of(held_out_tasks)[0] for pair in group]
     run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {len(pairs)} pairs, {len(held_out)} pairs held out; {too_long} episodes are longer"
-            f" than --max_length {args.max_length}")
+            f" {len(pairs)} pairs, {len(held_out)} pairs held out; {too_long} episodes omitted,"
+            f" since their last turn does not fit in --max_length {args.max_length}")
     if not pairs:
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          " of one task, expected at least one; collect more episodes of each task,"
@@ -336,7 +336,8 @@ def parse_args(argv=None):
     parser.add_argument("--margin", type=float, least=0, default=0.0,
                         help="least difference of reward in a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
-                        help="what an epoch shuffles: single pairs, or tasks")
+                        help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
+                        " its pairs side by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
                         help="share of tasks to report on and not to train on")
     parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
