@@ -280,6 +280,7 @@ def facts_of(policy):
     episodes = [episode for run in policy for episode in run]
     return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
+            "max_turns": max(episode.get("max_turns") or 0 for episode in episodes) or None,
             "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
 
 
@@ -303,15 +304,15 @@ def main(args):
     policies = read_policies(args.policies)
     results = score(policies, args.leak_threshold, args.draws, args.seed)
     tables = all_tables(results)
-    print("\n".join(verdict(results)))
-    for table in tables:
-        print("\n" + markdown(table))
-
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=2, allow_nan=False)
     write_atomically(output / "results.json", text + "\n")
     write_atomically(output / "results.md", "\n\n".join(map(markdown, tables)) + "\n")
+
+    print("\n".join(verdict(results)))
+    for table in tables:
+        print("\n" + markdown(table))
 
     failed = [name for name, policy in results["policies"].items()
               if policy["errors"].total() == policy["episodes"]]

@@ -277,6 +277,8 @@ def main(args):
     if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
+    if args.candidates:
+        read_candidates(args.candidates)  # a file that cannot be ranked stops before the training
     if args.episodes:
         train(args)
     if args.candidates:
@@ -306,12 +308,15 @@ def train(args):
             f" {len(held_out_tasks)} tasks held out; {too_long} episodes omitted, since their last"
             f" turn does not fit in --max_length {args.max_length}")
     if not pairs:
+        differing = sum(len({episode["reward"] for episode in group}) > 1
+                        for group in by_task.values())
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out; expected at"
-                         " least one to train on. Collect more episodes of each task, or give"
-                         " --pairs all, a smaller --margin or --holdout, or a larger --max_length."
-                         " In logs, dialogues to compare need the same `task`. If the model never"
-                         " succeeds, train it on demonstrations first (variants/sft.py)")
+                         f" least one to train on. Rewards differ in {differing} tasks. If in none,"
+                         " collect more episodes of each task (in logs, give them the same `task`),"
+                         " or train a model that never succeeds on demonstrations first"
+                         " (variants/sft.py). Otherwise, give --pairs all, a smaller --margin or"
+                         f" --holdout, or a larger --max_length than {args.max_length}")
     rows = list(dict.fromkeys(row for pair in pairs + held_out for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 

@@ -1,6 +1,7 @@
 """The commands of colbench.py: check, import, show, websight."""
 
 import argparse
+import os
 
 from formats.check import check_tasks
 from formats.logs import import_command
@@ -36,6 +37,8 @@ def main(description, argv=None):
     args = parser.parse_args(argv)
     try:
         run_command(args)
+    except BrokenPipeError:
+        os._exit(141)  # whoever read the output, such as `head`, has seen enough
     except OSError as error:
         raise SystemExit(f"The disk or a file failed: {error}; expected files that can be read and"
                          " folders that can be written to") from None

@@ -62,6 +62,7 @@ def read_tasks(path, num_tasks=None):
     """The first `num_tasks` tasks of a file."""
     tasks, first_seen = [], {}
     for where, row in read_jsonl(path):
+        refuse_other_kind(row, "tasks", where)
         task = complete_task(row, where)
         while "task_id" not in row and task["task_id"] in first_seen:
             task["task_id"] += "+"  # official rows have no ids: a repeated one is a task of its own
@@ -119,6 +120,7 @@ def read_episodes(path, tasks=None):
     tasks = {} if tasks is None else tasks
     episodes, seen, counts = [], set(), {}
     for where, row in read_jsonl(path):
+        refuse_other_kind(row, "episodes", where)
         episode = complete_episode(row, where)
         check_same_task(tasks, episode["task"], where)
         task_id = episode["task"]["task_id"]
@@ -171,6 +173,7 @@ def read_candidates(path, ranked=False):
     ResumableJsonl.refuse_unfinished(path)
     states, seen, omitted = [], set(), 0
     for where, row in read_jsonl(path):
+        refuse_other_kind(row, "ranked candidates" if ranked else "candidates", where)
         omit = row.get("error") or (ranked and row.get("advantages", ()) is None)
         keys = {} if omit else RANKED_KEYS if ranked else CANDIDATE_KEYS
         check_keys(row, STATE_KEYS | keys, CANDIDATE_OPTIONS, where)
@@ -216,6 +219,21 @@ def group_by_task(episodes):
 
 # -----------------------------------------------------------------------------
 # Checks of a row
+
+
+KINDS = {  # of files -> (a key that no other has, where they come from)
+    "episodes": ("dialogue_history", "collect.py --tasks writes them"),
+    "ranked candidates": ("advantages", "train_critic.py --candidates writes them"),
+    "candidates": ("candidates", "collect.py --states writes them"),
+    "tasks": ("problem_description", "docs/formats.md describes them"),
+}
+
+
+def refuse_other_kind(row, wanted, where):
+    """Refuse a row of another kind of file; ranked candidates may be ranked again."""
+    found = [kind for kind, (key, _) in KINDS.items() if key in row]
+    if found and wanted not in found:
+        raise SystemExit(f"{where}: found {found[0]}, expected {wanted}; {KINDS[wanted][1]}")
 
 
 def check_keys(row, needed, optional, where):

@@ -34,6 +34,9 @@ class FlagParser(argparse.ArgumentParser):
         self.limits, self.needs = {}, {}  # flag -> its limits; -> the flag that it needs
         super().__init__(description=description, formatter_class=HelpFormatter)
 
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")  # without the list of all flags
+
     def add_argument(self, *names, needs=None, group=None, **options):
         """Besides argparse's options, a number may have LIMITS, such as `least=1`; without the flag
         `needs`, this one is refused, as it would do nothing. `group` is where --help lists it.

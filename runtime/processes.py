@@ -88,8 +88,11 @@ def launch(main, args):
         sys.stdout.flush()
         print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
         os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
+    except BrokenPipeError:
+        os._exit(141)  # whoever read the output, such as `head`, has seen enough
     except OSError as error:
-        raise SystemExit(f"The disk or a file failed: {error}. {advice}") from None
+        raise SystemExit(f"The disk or a file failed: {error}. Mend this, or choose another"
+                         f" --output. {advice}") from None
     except RuntimeError as error:
         message = str(error)
         if "Connection closed by peer" in message or "Connection reset by peer" in message:

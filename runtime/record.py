@@ -43,6 +43,9 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     if resumes:
         before = read_run(path)
         changed, grown = changes_since(before, flags, hashes, may_differ)
+        if changed and before.get("script") != Path(sys.argv[0]).name:
+            raise SystemExit(f"{path}: found the output of {before.get('script')}, expected that of"
+                             f" the same command, or none; choose another {flag}")
         if changed:
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
@@ -110,6 +113,10 @@ def hold_lock(path):
 
 def file_hash(path):
     ResumableJsonl.refuse_unfinished(path)
+    if Path(path).is_dir():
+        inside = Path(path, "ranked.jsonl")
+        raise SystemExit(f"{path}: found a directory, expected a file"
+                         + (f"; give {inside}" if inside.is_file() else ""))
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected an input of this command: a JSONL file,"
                          " or instructions as plain text")

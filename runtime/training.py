@@ -17,6 +17,8 @@ import contextlib
 import hashlib
 import json
 import math
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +53,7 @@ class Run:
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
         self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step
         self.planned = self.last = 0  # steps of the whole training, and of this run
+        self.stopping = False  # whether Ctrl-C or SIGTERM has asked for the end of this run
         self.bar = None
 
     def say(self, text):
@@ -130,7 +133,16 @@ class Run:
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar)
         self._begin(start)
+        self.handlers = {number: signal.signal(number, self._stop_after_step)
+                         for number in (signal.SIGINT, signal.SIGTERM)}
         return start
+
+    def _stop_after_step(self, signal_number, frame):
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        if self.process.leads:
+            tqdm.write("Stopping after this step, with its state saved; again: at once", sys.stderr)
 
     def _begin(self, step):
         torch.manual_seed(derive_seed(self.seed, step))  # dropout must not depend on resuming
@@ -166,18 +178,23 @@ class Run:
         self._begin(step + 1)
 
     def save_state_if_due(self, done, model, optimizer):
-        """Now and then, and where --max_steps ends the run, save what a resumed run needs."""
+        """Save what a resumed run needs: now and then, and where --max_steps or a signal ends."""
         due = time.monotonic() - self.saved >= self.save_seconds
-        due = self.process.from_leader(due, self.process.group)  # the clocks of nodes differ
+        # the clocks of nodes differ, and signals reach them between different steps
+        due, stopping = self.process.from_leader((due, self.stopping), self.process.group)
         if done == self.last:
-            due = self.last < self.planned
-        if due:
+            due, stopping = self.last < self.planned, False
+        if due or stopping:
             save_state(self.output / RESUME, done, model, optimizer, self.process)
             self.saved = time.monotonic()
+        if stopping:
+            raise KeyboardInterrupt
 
     def save(self, model, tokenizer, agent_prompt=None):
         """A checkpoint that from_pretrained opens; the state of an unfinished run stays."""
         self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         save_checkpoint(self.output, model, tokenizer, agent_prompt, self.process)
         if self.process.leads and self.last == self.planned:
             if (self.output / RESUME).is_dir():

@@ -83,6 +83,12 @@ def cautions(results):
         sentences.append("The dialogues were held with different humans"
                          f" ({', '.join(sorted(humans))}), so differences between policies may be"
                          " due to them.")
+    limits = {name: policy["max_turns"] for name, policy in results["policies"].items()
+              if policy["max_turns"] and policy["max_turns"] > 1}  # a single turn is a baseline
+    if len(set(limits.values())) > 1:
+        listed = ", ".join(f"{harmless(name)} {limit}" for name, limit in limits.items())
+        sentences.append(f"The policies had different numbers of turns (--max_turns: {listed}), so"
+                         " differences may be due to them.")
     return sentences
 
 

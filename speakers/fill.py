@@ -8,7 +8,8 @@ from tqdm import tqdm
 
 from colbench import DOMAINS
 from formats.outcome import lacks_answer
-from judge.sandbox import ANSWER_MARKER
+from formats.read import group_by_task
+from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
 from runtime.progress import Outcome, Progress
 from runtime.text import counted
 from speakers.interface import stop_if_given_up
@@ -48,8 +49,9 @@ def report(rows, args):
     """Print what a finished run has made, and the first failure; stop if all have failed."""
     what = counted(len(rows), "state" if args.states else "episode")
     print(f"{args.output}: {what}, {Outcome(rows)}")
-    if not args.states and "toy" not in rows[0]["task"]:  # whose base has yet to learn to answer
-        print(no_answer_hint(rows), end="")
+    if not args.states:
+        for hint in hints(rows):
+            print(hint)
     failures = [row["error"] for row in rows if row.get("error")]
     if failures:
         print(f"First failure: {failures[0]}\nRerun the command to retry.")
@@ -58,14 +60,24 @@ def report(rows, args):
                          " reason above")
 
 
-def no_answer_hint(episodes):
-    """A line if most dialogues ended without an answer. Of pages, the last one counts."""
-    played = [episode for episode in episodes
-              if not episode["error"] and not DOMAINS[episode["task"]["domain"]].pages]
-    silent = sum(map(lacks_answer, played))
-    if silent <= len(played) / 2:
-        return ""
-    return (f"{silent} of {len(played)} dialogues ended without an answer; `python colbench.py"
-            f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise --max_turns"
-            " or --max_new_tokens, or start from a model that was trained on demonstrations"
-            " (variants/sft.py).\n")
+def hints(episodes):
+    """Sentences on what keeps these episodes from being of use."""
+    played = [episode for episode in episodes if not episode["error"]]
+    by_task = group_by_task(played)
+    unsolvable = sum(SOLUTION_FAILED in group[0]["reasons"].values() for group in by_task.values())
+    if unsolvable:
+        yield (f"{unsolvable} of {len(by_task)} tasks cannot be solved by their own solution;"
+               " `python colbench.py check` lists them.")
+    # pages always end with an answer, and the toy's base has yet to learn to answer
+    talks = [episode for episode in played if "toy" not in episode["task"]
+             and not DOMAINS[episode["task"]["domain"]].pages]
+    silent = sum(map(lacks_answer, talks))
+    if silent > len(talks) / 2:
+        yield (f"{silent} of {len(talks)} dialogues ended without an answer; `python colbench.py"
+               f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise"
+               " --max_turns or --max_new_tokens, or start from a model that was trained on"
+               " demonstrations (variants/sft.py).")
+    rewards = [{episode["reward"] for episode in group} for group in by_task.values()]
+    if len(played) > len(by_task) and max(map(len, rewards)) == 1:
+        yield ("No task has two episodes of different reward, so a critic cannot learn from this"
+               " file.")

@@ -353,6 +353,28 @@ def test_a_stop_is_clean_and_says_how_to_resume(commands, tmp_path, name, signal
     assert contents(tmp_path / "output") == expected
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_training_repeats_no_step_that_was_taken(commands, tmp_path, ranks):
+    given = commands["mtdpo"]
+    arguments = replaced(given.arguments, {"--epochs": 1000, "--save_minutes": 60})
+    command = Command(given.fork, given.script, arguments, tmp_path / "log.txt")
+    log, steps = tmp_path / "output/metrics.jsonl", []
+    for _ in range(2):
+        processes = command.start(tmp_path / "output", ranks)
+        while not log.exists() or len(log.read_text().splitlines()) < len(steps) + 2:
+            assert all(process.exitcode is None for process in processes), command.log.read_text()
+            time.sleep(0.01)
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for process in processes:
+            process.join(MINUTE)
+            assert process.exitcode == 130, command.log.read_text()
+        now = log.read_text().splitlines()  # with the time that each step took
+        assert now[:len(steps)] == steps and len(now) > len(steps)
+        steps = now
+    assert "Stopping after this step" in command.log.read_text()
+
+
 # -----------------------------------------------------------------------------
 # Numbers and ranks
 

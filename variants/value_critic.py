@@ -172,6 +172,8 @@ def dialogue_pairs(reader, groups, rule, margin):
 
 
 def main(args):
+    if args.candidates:
+        read_candidates(args.candidates)  # a file that cannot be ranked stops before the training
     if args.episodes:
         train(args)
     if args.candidates:
