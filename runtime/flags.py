@@ -35,7 +35,8 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=HelpFormatter)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")  # without the list of all flags
+        """As argparse's, without the list of all flags."""
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
     def add_argument(self, *names, needs=None, group=None, **options):
         """Besides argparse's options, a number may have LIMITS, such as `least=1`; without the flag
