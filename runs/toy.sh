@@ -24,16 +24,11 @@ step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with th
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 
-baselines() { # what the paper compares SWEET-RL with
-  rft "$OUT/episodes.jsonl" "$OUT/rft"
-  mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
-  play rft "$OUT/rft"
-  play mtdpo "$OUT/mtdpo"
-}
-step "2. Critic. On the other core: candidates for it to rank, then the baselines ($OUT/other.log)"
+step "2. Critic. On the other core: candidates for it to rank, then multi-turn DPO ($OUT/other.log)"
 {
   candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl"
-  baselines
+  mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
+  play mtdpo "$OUT/mtdpo"
 } >"$OUT/other.log" 2>&1 &
 OTHER=$!
 critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
@@ -42,14 +37,18 @@ while [ ! -e "$OUT/candidates.jsonl" ] && kill -0 "$OTHER" 2>/dev/null; do # the
 done
 [ -e "$OUT/candidates.jsonl" ] || finished "$OTHER" "$OUT/other.log"
 
-step "3. Ranks, and SWEET-RL's policy"
+step "3. Ranks, SWEET-RL's policy, and rejection fine-tuning"
 rank "$OUT/candidates.jsonl" "$OUT/critic"
 policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
+rft "$OUT/episodes.jsonl" "$OUT/rft"
 
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
+play rft "$OUT/rft"
 play base "$BASE"
 play single_turn "$BASE" --max_turns 1
+echo "Multi-turn DPO on the other core:"
+tail -n 1 -f --pid="$OTHER" "$OUT/other.log" # until it has ended
 finished "$OTHER" "$OUT/other.log"
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"

@@ -20,9 +20,9 @@ if [ "$DOMAIN" = backend ]; then
   PAIRS=(--pairs success_vs_failure --shuffle groups)
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
-  VALUE_HEAD=(--lr 1e-4)
+  VALUE_HEAD=(--lr 3e-3)
   POLICY=(--batch_size 64 --lr 1e-3 --epochs 2) # four pairs a state
-  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 6)
+  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 12)
   MTDPO+=(--beta 0.3 --nll 10)
   RFT=(--lr 2e-3 --epochs 12)
 else
