@@ -45,7 +45,7 @@ from runtime.processes import join_processes, launch
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
 from speakers import load_speaker
-from speakers.checks import check_speakers, read_prompts, refuse_unplayable
+from speakers.checks import read_prompts, refuse_unplayable, refuse_unused
 from speakers.fill import fill, report, show_bug
 from speakers.interface import Request, SpeakerError, SpeakerSettings
 from speakers.pool import JudgeElsewhere
@@ -330,7 +330,7 @@ def collect_parser(description):
 def parse_args(argv=None, parser=None):
     parser = parser or collect_parser(__doc__)
     args = parser.parse_args(argv)
-    check_speakers(parser, args)
+    refuse_unused(parser, args)
     return args
 
 

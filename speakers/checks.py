@@ -8,11 +8,9 @@ from runtime.flags import refuse_flag
 from runtime.names import check_spec, is_scripted, is_server
 
 
-def check_speakers(parser, args):
-    """Refuse names that can mean no speaker, and flags that do nothing for those they mean."""
+def refuse_unused(parser, args):
+    """Refuse flags that do nothing for the speakers that --agent and --human name."""
     human = args.human or "scripted"
-    check_spec(args.agent)
-    check_spec(human)
     no_effect = [  # (when, flags, reason)
         (not is_server(args.agent), ["agent_model"],
          f"because {args.agent} is not the address of a server"),
@@ -27,7 +25,10 @@ def check_speakers(parser, args):
 
 
 def refuse_unplayable(args, tasks):
-    """Refuse tasks that nobody can judge or answer, and flags that do nothing for them."""
+    """Refuse names that can mean no speaker, tasks that nobody can judge or answer, and flags that
+    do nothing for them."""
+    check_spec(args.agent)
+    check_spec(args.human or "scripted")
     domain = one_domain(tasks)
     if domain.logged:
         raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
