@@ -17,8 +17,11 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
     python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl     tasks from WebSight rows
 
-To change what counts as an answer, edit `split_message`; to change what a party is told, the
-prompts below; what a task is, DOMAINS. The loop of a dialogue is `play` in collect.py.
+To change                      edit
+    what counts as an answer   split_message
+    what a party is told       the prompts below
+    what a task is             DOMAINS
+    the loop of a dialogue     play in collect.py
 formats/read.py reads files and checks every line. `import colbench` needs only the standard
 library.
 """

@@ -22,9 +22,13 @@ line:
 Beside it, OUTPUT.run.json records the command. After a kill, give the same command again; lines
 with an `error` are made again, too. More tasks or samples than before continue the same output.
 
-To change the rules of a dialogue, edit `play`; to change what is sampled in a state, `candidates`;
-which states, `choose_states`; what a party reads, or the reward, DOMAINS in colbench.py; who
-speaks, speakers/. variants/best_of_n.py shows how to put something between agent and dialogue.
+To change                          edit
+    the rules of a dialogue        play
+    what is sampled in a state     candidates
+    which states are used          choose_states
+    what a party reads, rewards    DOMAINS in colbench.py
+    who speaks                     speakers/
+variants/best_of_n.py shows how to put something between agent and dialogue.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
 the official ones). From the official code: the human sees the dialogue as a chat with the roles

@@ -13,8 +13,11 @@ The script plays nothing and loads no model.
     python evaluate.py base=base0.jsonl base=base1.jsonl sweet=sweet0.jsonl sweet=sweet1.jsonl \
         --output runs/evaluation                                          # two seeds of each
 
-To change what is measured, edit `episode_numbers` and NUMBERS; to change the intervals, `interval`;
-when a difference is settled, `compare`; the words of the verdict, runtime/verdict.py.
+To change                          edit
+    what is measured               episode_numbers, NUMBERS
+    the intervals                  interval
+    when a difference is settled   compare
+    the words of the verdict       runtime/verdict.py
 
 Reads: episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`).
 Writes: results.json, and results.md with the tables that are printed. `python -m report` draws the

@@ -23,10 +23,15 @@ line:
      "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
      "ranker": "critic"}
 
-To change the loss, edit `critic_loss`; to change the advantage, `advantage` and NORMALISERS; the
-pairs, `pair_episodes`; what the critic reads, `critic_messages`; the forward pass, `turn_logprobs`
-(--packed replaces it). Another kind of critic is another file that writes ranked candidates, such
-as variants/value_critic.py.
+To change                  edit
+    the loss               critic_loss
+    the advantage          advantage, NORMALISERS
+    the pairs              pair_episodes
+    what the critic reads  critic_messages
+    the forward pass       turn_logprobs (and omit --packed, which replaces it)
+Another kind of critic is another file that writes ranked candidates, such as
+variants/value_critic.py.
+
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary.

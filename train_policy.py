@@ -20,9 +20,13 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
-To change the loss, edit `dpo_loss`; to change the pairs of candidates, `make_pairs`; the pairs of
-episodes, `pair_episodes`; the forward pass, `turn_logprobs` (--packed replaces it). Supervised
-training is variants/sft.py.
+To change                     edit
+    the loss                  dpo_loss
+    the pairs of candidates   make_pairs
+    the pairs of episodes     pair_episodes
+    the forward pass          turn_logprobs (and omit --packed, which replaces it)
+Supervised training is variants/sft.py.
+
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.

@@ -233,7 +233,7 @@ def test_unranked_candidates_and_a_repeated_state_are_refused(tmp_path):
         read_candidates(path, ranked=True)
     del state["advantages"]
     write_jsonl(path, [state])
-    with pytest.raises(SystemExit, match="line 1: found no 'advantages'"):
+    with pytest.raises(SystemExit, match="line 1: found candidates, expected ranked candidates"):
         read_candidates(path, ranked=True)
     assert read_candidates(path)[0]
 
