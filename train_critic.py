@@ -54,6 +54,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from colbench import agent_view, encode_candidates, encode_within, first_request, succeeded
+from formats.outcome import why_no_pair
 from formats.read import group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser, machine_flags
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
@@ -313,15 +314,9 @@ def train(args):
             f" {len(held_out_tasks)} tasks held out; {too_long} episodes omitted, since their last"
             f" turn does not fit in --max_length {args.max_length}")
     if not pairs:
-        differing = sum(len({episode["reward"] for episode in group}) > 1
-                        for group in by_task.values())
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out; expected at"
-                         f" least one to train on. Rewards differ in {differing} tasks. If in none,"
-                         " collect more episodes of each task (in logs, give them the same `task`),"
-                         " or train a model that never succeeds on demonstrations first"
-                         " (variants/sft.py). Otherwise, give --pairs all, a smaller --margin or"
-                         f" --holdout, or a larger --max_length than {args.max_length}")
+                         f" least one. {why_no_pair(by_task.values(), held_out, args.max_length)}")
     rows = list(dict.fromkeys(row for pair in pairs + held_out for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 

@@ -1,4 +1,5 @@
-"""How a dialogue ended: why tests failed, whether there was an answer, what the human gave away."""
+"""How dialogues ended: why tests failed, whether there was an answer, what the human gave away, and
+why they make no pair."""
 
 import difflib
 import re
@@ -46,3 +47,19 @@ def leak_share(task, replies):
         matcher = difflib.SequenceMatcher(None, solution, words, autojunk=False)
         longest = max(longest, matcher.find_longest_match(0, len(solution), 0, len(words)).size)
     return longest / max(1, len(solution))
+
+
+def why_no_pair(groups, held_out, max_length):
+    """Why episodes, grouped by task, give no pair to train on, and what helps."""
+    if not groups:
+        return "Every episode failed: read their `error`, and collect them again."
+    if all(len(group) == 1 for group in groups):
+        return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
+                " a `task` in common.")
+    if all(len({episode["reward"] for episode in group}) == 1 for group in groups):
+        return ("The episodes of each task have equal rewards: collect more. A model that never"
+                " succeeds learns from demonstrations first (variants/sft.py).")
+    if held_out:
+        return "All pairs are held out: lower --holdout, or collect episodes of more tasks."
+    return ("Some rewards differ, so take --pairs all, which needs no success, a smaller --margin,"
+            f" or a larger --max_length than {max_length}.")
