@@ -44,7 +44,7 @@ from colbench import (
     states_of, without_thoughts)
 from formats.outcome import leak_share, reasons_of
 from formats.read import group_by_task, load_episodes, read_tasks, state_key
-from runtime.flags import FlagParser, add_dtype_flag
+from runtime.flags import FlagParser
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
@@ -326,7 +326,7 @@ def collect_parser(description):
                         " all of it")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
                         help="dialogues at a time in each process (with --states: messages)")
-    add_dtype_flag(parser)
+    parser.add_dtype_flag()
     parser.add_argument("--seed", type=int, least=0, default=0, help="seed of all sampling")
     return parser
 

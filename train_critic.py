@@ -56,7 +56,7 @@ from tqdm import tqdm
 from colbench import agent_view, encode_candidates, encode_within, first_request, succeeded
 from formats.outcome import why_no_pair
 from formats.read import group_by_task, load_episodes, read_candidates, state_key
-from runtime.flags import FlagParser, machine_flags
+from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, read_flags
@@ -283,9 +283,9 @@ def main(args):
     if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
-    if args.candidates:
-        read_candidates(args.candidates)  # a file that cannot be ranked stops before the training
     if args.episodes:
+        if args.candidates:
+            read_candidates(args.candidates)  # what cannot be ranked stops before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -496,7 +496,7 @@ def parse_args(argv=None):
                         needs="candidates",
                         help="privileged: the ranking's reference sees the solution (paper); plain:"
                         " it does not (official code)")
-    machine_flags(parser)
+    parser.add_machine_flags()
     args = parser.parse_args(argv)
     if args.episodes and not args.model:
         raise SystemExit("found --episodes without --model, expected a model to start from")

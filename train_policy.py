@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from colbench import agent_view, custom_prompt, encode_candidates, encode_within, succeeded
 from formats.read import group_by_task, load_episodes, read_candidates, state_key
-from runtime.flags import FlagParser, machine_flags
+from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.seeds import derive_seed
@@ -395,7 +395,7 @@ def parse_args(argv=None):
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and pairs")
-    machine_flags(parser)
+    parser.add_machine_flags()
     args = parser.parse_args(argv)
     source = "candidates" if args.candidates else "episodes"
     parser.refuse_ignored(args, IGNORED[source], f"with --{source}")

@@ -49,6 +49,11 @@ def leak_share(task, replies):
     return longest / max(1, len(solution))
 
 
+def rewards_differ(group):
+    """Whether two of these episodes can be compared."""
+    return len({episode["reward"] for episode in group}) > 1
+
+
 def why_no_pair(groups, held_out, max_length):
     """Why episodes, grouped by task, give no pair to train on, and what helps."""
     if not groups:
@@ -56,10 +61,10 @@ def why_no_pair(groups, held_out, max_length):
     if all(len(group) == 1 for group in groups):
         return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
                 " a `task` in common.")
-    if all(len({episode["reward"] for episode in group}) == 1 for group in groups):
+    if not any(map(rewards_differ, groups)):
         return ("The episodes of each task have equal rewards: collect more. A model that never"
                 " succeeds learns from demonstrations first (variants/sft.py).")
     if held_out:
         return "All pairs are held out: lower --holdout, or collect episodes of more tasks."
-    return ("Some rewards differ, so take --pairs all, which needs no success, a smaller --margin,"
-            f" or a larger --max_length than {max_length}.")
+    return ("Some rewards differ: take --pairs all, which needs no success, or a smaller --margin,"
+            f" or raise --max_length {max_length}.")

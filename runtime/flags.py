@@ -82,12 +82,36 @@ class FlagParser(argparse.ArgumentParser):
             if getattr(args, name) != self.get_default(name):
                 refuse_flag(args, name, reason)
 
+    def add_dtype_flag(self, group=None):
+        self.add_argument("--dtype", choices=("bfloat16", "float32"), group=group,
+                          help="what models compute in (default: bfloat16 on GPUs, float32 on"
+                          " CPUs); checkpoints are float32")
 
-def add_dtype_flag(group):
-    group.add_argument(
-        "--dtype", choices=("bfloat16", "float32"),
-        help="what models compute in (default: bfloat16 on GPUs, float32 on CPUs); checkpoints are"
-        " float32")
+    def add_machine_flags(self):
+        """Flags of both trainers that say how something is computed, not what; results differ by
+        rounding only. LoRA is the exception: it trains other weights."""
+        group = self.add_argument_group("machine")
+        group.add_argument("--packed", action="store_true",
+                           help="compute what rows share once (fast/packed.py)")
+        self.add_argument("--micro_batch_size", type=int, least=1, default=1, group=group,
+                          help="pairs per forward and backward")
+        self.add_dtype_flag(group)
+        self.add_argument("--checkpointing_every", type=int, least=0, metavar="N", group=group,
+                          help="recompute the activations of every N-th layer in the backward; 0:"
+                          " of none (default: 1 on GPUs, 0 on CPUs)")
+        group.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True,
+                           help="free a layer's gathered weights between forward and backward")
+        group.add_argument("--reduce_once", action="store_true",
+                           help="reduce gradients over ranks once a step, not once a micro-batch;"
+                           " until then, each GPU holds those of all weights, 4 bytes a parameter")
+        self.add_argument("--save_minutes", type=float, least=0, default=20, group=group,
+                          help="minutes between saved training states")
+        self.add_argument("--max_steps", type=int, least=1, group=group,
+                          help="stop after this many steps; a larger one resumes the run")
+        self.add_argument("--lora_rank", type=int, least=0, default=0, group=group,
+                          help="train matrices of this rank beside frozen layers (0: all weights)")
+        self.add_argument("--lora_alpha", type=float, above=0, needs="lora_rank", group=group,
+                          help="their output is scaled by alpha / rank (default: twice the rank)")
 
 
 def refuse_flag(args, name, reason):
@@ -99,30 +123,3 @@ def refuse_flag(args, name, reason):
 # what may differ in a command that resumes a run: the result is the same but for rounding
 COST_FLAGS = ("packed", "micro_batch_size", "checkpointing_every", "reshard", "reduce_once",
               "save_minutes")
-
-
-def machine_flags(parser):
-    """Flags of both trainers that say how something is computed, not what; results differ by
-    rounding only. LoRA is the exception: it trains other weights."""
-    group = parser.add_argument_group("machine")
-    group.add_argument("--packed", action="store_true",
-                       help="compute what rows share once (fast/packed.py)")
-    parser.add_argument("--micro_batch_size", type=int, least=1, default=1, group=group,
-                        help="pairs per forward and backward")
-    add_dtype_flag(group)
-    parser.add_argument("--checkpointing_every", type=int, least=0, metavar="N", group=group,
-                        help="recompute the activations of every N-th layer in the backward; 0: of"
-                        " none (default: 1 on GPUs, 0 on CPUs)")
-    group.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True,
-                       help="free a layer's gathered weights between forward and backward")
-    group.add_argument("--reduce_once", action="store_true",
-                       help="reduce gradients over ranks once a step, not once a micro-batch; until"
-                       " then, each GPU holds those of all weights, 4 bytes a parameter")
-    parser.add_argument("--save_minutes", type=float, least=0, default=20, group=group,
-                        help="minutes between saved training states")
-    parser.add_argument("--max_steps", type=int, least=1, group=group,
-                        help="stop after this many steps; a larger one resumes the run")
-    parser.add_argument("--lora_rank", type=int, least=0, default=0, group=group,
-                        help="train matrices of this rank beside frozen layers (0: all weights)")
-    parser.add_argument("--lora_alpha", type=float, above=0, needs="lora_rank", group=group,
-                        help="their output is scaled by alpha / rank (default: twice the rank)")

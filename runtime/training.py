@@ -54,7 +54,7 @@ class Run:
         self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step
         self.planned = self.last = 0  # steps of the whole training, and of this run
         self.stopping = False  # whether Ctrl-C or SIGTERM has asked for the end of this run
-        self.bar = None
+        self.bar, self.handlers = None, {}  # signal -> what it did before the first step
 
     def say(self, text):
         if self.process.leads:

@@ -7,7 +7,7 @@ import traceback
 from tqdm import tqdm
 
 from colbench import DOMAINS
-from formats.outcome import lacks_answer
+from formats.outcome import lacks_answer, rewards_differ
 from formats.read import group_by_task
 from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
 from runtime.progress import Outcome, Progress
@@ -77,7 +77,6 @@ def hints(episodes):
                f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise"
                " --max_turns or --max_new_tokens, or start from a model that was trained on"
                " demonstrations (variants/sft.py).")
-    rewards = [{episode["reward"] for episode in group} for group in by_task.values()]
-    if len(played) > len(by_task) and max(map(len, rewards)) == 1:
+    if len(played) > len(by_task) and not any(map(rewards_differ, by_task.values())):
         yield ("No task has two episodes of different reward, so a critic cannot learn from this"
                " file.")

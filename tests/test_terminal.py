@@ -268,7 +268,7 @@ def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path,
     rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
     done = run_script(script, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
                       tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
-    assert "--max_length 8" in done.stderr.replace("than ", "") and "Traceback" not in done.stderr
+    assert "--max_length 8" in done.stderr and "Traceback" not in done.stderr
 
 
 # -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 
 from colbench import custom_prompt, succeeded
 from formats.read import load_episodes
-from runtime.flags import FlagParser, machine_flags
+from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.training import Run
@@ -103,7 +103,7 @@ def parse_args(argv=None):
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="of data order")
-    machine_flags(parser)
+    parser.add_machine_flags()
     return parser.parse_args(argv)
 
 

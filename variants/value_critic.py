@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from colbench import agent_view, encode_candidates, encode_dialogue, encode_within, first_request
 from formats.read import group_by_task, load_episodes, read_candidates, state_key
-from runtime.flags import FlagParser, machine_flags
+from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
 from runtime.processes import join_processes, launch
@@ -172,9 +172,9 @@ def dialogue_pairs(reader, groups, rule, margin):
 
 
 def main(args):
-    if args.candidates:
-        read_candidates(args.candidates)  # a file that cannot be ranked stops before the training
     if args.episodes:
+        if args.candidates:
+            read_candidates(args.candidates)  # what cannot be ranked stops before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -353,7 +353,7 @@ def parse_args(argv=None):
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
     parser.add_argument("--ranked", needs="candidates",
                         help="where to write them (default: OUTPUT/ranked.jsonl)")
-    machine_flags(parser)
+    parser.add_machine_flags()
     args = parser.parse_args(argv)
     parser.refuse_ignored(args, ["packed"], "by a value head, whose rows are computed apart")
     if args.episodes and not args.model:
