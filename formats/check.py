@@ -1,6 +1,6 @@
 """`colbench.py check`: tasks that their own solutions cannot solve.
 
-For each test that nobody can pass, it prints the line of the task, the reason and, where that is
+It prints the line of each such task, the tests that nobody can pass, the reason and, where that is
 known, what to mend; then which protections the sandbox has on this machine.
 """
 
@@ -21,9 +21,12 @@ def check_tasks(path, tasks, profile, require_protection):
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
                          " tasks, whose tests can be checked")
     rows, status = check_solutions(tasks, profile, require_protection)
+    tests = {}  # (index of the task, what is wrong) -> names of its tests
     for index, name, reason in rows:
-        advice = solution_advice(tasks[index], name, reason)
-        print(f"{path}: line {index + 1}, {harmless(name)}: {reason}{advice}")
+        wrong = reason + solution_advice(tasks[index], name, reason)
+        tests.setdefault((index, wrong), []).append(harmless(name))
+    for (index, wrong), names in tests.items():
+        print(f"{path}: line {index + 1}, {', '.join(names)}: {wrong}")
     broken = {index for index, _, _ in rows}
     solvable = len(tasks) - len(broken)
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")

@@ -7,7 +7,8 @@ A line of a log is one dialogue in the OpenAI format and its reward:
 
 `task` is the key within which dialogues are compared (default: what stands before the first
 assistant message), `ground_truth` what was known only afterwards (default: nothing). Assistant
-messages are turns; all others are what the agent read.
+messages are turns; all others are what the agent read. A tool call is a turn like any other: it
+becomes text, as the templates of Qwen and Hermes write it.
 """
 
 import hashlib
@@ -85,8 +86,7 @@ def log_episodes(path, prompt):
             faults.append(f"{where}: found {'; '.join(wrong)}")
         if faults:
             continue
-        messages = [message | {"content": joined(message["content"])}
-                    for message in row["messages"]]
+        messages = [message | {"content": text_of(message)} for message in row["messages"]]
         system = prompt
         if messages[0]["role"] == "system":
             system = messages.pop(0)["content"]
@@ -107,12 +107,23 @@ def log_episodes(path, prompt):
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
 
 
-def joined(content):
-    """A content that is a list of texts, as the OpenAI format also allows, as one text."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content
+def text_of(message):
+    """What a message says, its tool calls included; None if it is no text."""
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    parts = content if isinstance(content, list) else [{"text": content}]  # the format allows both
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if calls and not content:
+        texts = []
+    try:
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            texts.append(f"<tool_call>\n{called}\n</tool_call>")
+    except (LookupError, TypeError, ValueError):
+        return None
+    return "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
 
 
 def faults_of(row):
@@ -130,9 +141,9 @@ def faults_of(row):
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             faults.append(f"messages[{index}] without a role")
-        elif not isinstance(joined(message.get("content")), str):
-            faults.append(f"messages[{index}] of role {message['role']} without a text as content"
-                          " (write a tool call as text)")
+        elif text_of(message) is None:
+            faults.append(f"messages[{index}] of role {message['role']} whose content is no text, or"
+                          " whose tool_calls lack a function with name and arguments")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     if "assistant" not in roles:
         faults.append("no assistant message, which would be a turn")

@@ -22,6 +22,9 @@ def read_jsonl(path):
             if not line.strip():
                 continue
             where = f"{path}: line {line_number}"
+            if line.lstrip().startswith(b"["):
+                raise SystemExit(f"{where}: found a JSON array, expected one JSON object a line;"
+                                 f" jq -c '.[]' {path} writes them so")
             try:
                 row = json.loads(line)
                 if b"\\u" in line:  # half a surrogate pair would break the tokenizer later

@@ -50,7 +50,8 @@ def test_an_official_row_loads_and_keeps_unknown_keys(tmp_path):
 
 @pytest.mark.parametrize("line, found", [
     ("{broken", "broken JSON"),
-    ("[1]", "found list"),
+    ("[1]", "found a JSON array"),
+    ("7", "found int"),
     ({"ground_truth": "x"}, "no 'problem_description'"),
     (TASK | {"test_cases": {}}, "no test"),
     (TASK | {"test_cases": {"a": None}}, "no test"),

@@ -658,11 +658,11 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
 def test_the_table_of_check_spells_out_what_could_steer_a_terminal(capsys):
     double = DOUBLE | {"domain": "backend"}
     broken = {"domain": "backend", "ground_truth": "def f():\n    return None",
-              "test_cases": {"\x1b[2J": "f()"}}
+              "test_cases": {"\x1b[2J": "f()", "again": "f()"}}
     assert not check_tasks("t.jsonl", [double, broken], "fixed", False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
-        "t.jsonl: line 2, \\x1b[2J: the solution returns None",
+        "t.jsonl: line 2, \\x1b[2J, again: the solution returns None",
         "1 of 2 tasks can be solved in full (judge fixed)",
     ]
     assert check_tasks("t.jsonl", [double], "official", False)

@@ -151,7 +151,9 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
     (log_line(messages=[]), "no list of messages"),
     (log_line(messages=[{"role": "user", "content": "hi"}]), "no assistant message"),
     (log_line(messages=log_line()["messages"][::-1]), "before the first user message"),
-    (log_line(messages=[{"role": "user", "content": None}]), "messages[0] of role user without"),
+    (log_line(messages=[{"role": "user", "content": None}]), "messages[0] of role user whose"),
+    (log_line(messages=[{"role": "user", "content": "hi"}, {
+        "role": "assistant", "content": None, "tool_calls": [{"id": 7}]}]), "whose tool_calls lack"),
     (log_line(messages=["hi"], task=[]), "messages[0] without a role"),
 ])
 def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_written(
@@ -182,6 +184,24 @@ def test_a_content_of_several_texts_is_one_text(tmp_path):
     import_logs(path)
     episode, = read_episodes(f"{path}.episodes")
     assert episode["dialogue_history"][0]["content"] == "hi\nthere"
+
+
+def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_path):
+    arguments = {"order": 12, "name": "Zoë"}
+    call = {"id": "1", "type": "function",
+            "function": {"name": "find", "arguments": json.dumps(arguments)}}
+    answer = [{"role": "tool", "content": "late", "tool_call_id": "1"},
+              {"role": "assistant", "content": "It comes tomorrow."}]
+    path = write_lines(tmp_path / "log", [
+        log_line(messages=[{"role": "user", "content": "lost"},
+                           {"role": "assistant", "content": content, "tool_calls": [call]},
+                           *answer]) for content in (None, "I look.")])
+    import_logs(path)
+    silent, speaking = read_episodes(f"{path}.episodes")
+    text = '<tool_call>\n{"name": "find", "arguments": {"order": 12, "name": "Zoë"}}\n</tool_call>'
+    assert silent["dialogue_history"][1]["content"] == text
+    assert speaking["dialogue_history"][1]["content"] == f"I look.\n{text}"
+    assert silent["turns"] == 2 and silent["dialogue_history"][2]["role"] == "tool"
 
 
 @pytest.mark.parametrize("text", ["", '{"messages": ['])
