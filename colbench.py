@@ -32,7 +32,7 @@ import typing
 
 from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
-from judge.sandbox import ANSWER_MARKER, Judge
+from judge.sandbox import ANSWER_MARKER, BackendJudge
 from runtime.checks import expect, without_nulls
 from runtime.templates import UnnestedTemplate, end_of_turn, render
 
@@ -171,15 +171,6 @@ def agent_view(episode):
     return messages, [history[index].get("finished") is not False for index in turns]
 
 
-def states_of(episodes):
-    """Every agent turn as a state: (episode, turn, what the agent saw before it)."""
-    for episode in episodes:
-        history, prompt = episode["dialogue_history"], prompt_of_episode(episode)
-        turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
-        for turn, index in enumerate(turns):
-            yield episode, turn, agent_messages(history[:index], prompt)
-
-
 def first_request(messages):
     """The index of the first user message, which a system message may precede."""
     return next(index for index, message in enumerate(messages) if message["role"] == "user")
@@ -264,7 +255,7 @@ class Domain(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
     # JudgeSettings -> a judge: a context manager whose grade(task, answer) returns a
-    # judge.sandbox.Grade and may be called from many threads. None: nobody can judge, see `logged`
+    # judge.sandbox.Grade and may be called from many threads. None: rewards come from logs
     open_judge: typing.Callable | None
     human_view: typing.Callable = human_messages  # what the human reads
     graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
@@ -272,7 +263,7 @@ class Domain(typing.NamedTuple):
     complete: typing.Callable = lambda task, where: None  # checks the fields only this domain has
     reply_chars: int = 400  # most characters of a human reply; the rest is cut off
     human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
-    # whether answers are right (reward 1) or wrong; if not, an episode has a reward and no success
+    # True: a reward of 1 is a success, less is a failure. False: episodes have a reward alone
     has_success: bool = True
     success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
@@ -283,17 +274,6 @@ class Domain(typing.NamedTuple):
     def logged(self):
         """Whether its dialogues come from logs alone, with any number as their reward."""
         return self.open_judge is None
-
-
-class BackendJudge(Judge):
-    """Hidden tests in the sandbox."""
-
-    def __init__(self, settings):
-        super().__init__(settings.workers, require_protection=settings.require_protection)
-        self.profile = settings.judge
-
-    def grade(self, task, answer):
-        return super().grade(task, answer, self.profile)
 
 
 def complete_backend(task, where):
@@ -421,16 +401,17 @@ def encode_within(tokenizer, messages, max_length, finished=()):
     return None
 
 
-def encode_candidates(tokenizer, messages, candidates, max_length):
-    """(ids, turn_index) of each (text, finished) candidate for the next turn of one dialogue.
+def encode_candidates(tokenizer, messages, texts, finished, max_length):
+    """(ids, turn_index) of each candidate for the next turn of one dialogue.
 
     All stand after the same prompt and are turn 0. None if the longest does not fit. A candidate
-    that was cut at the token limit gets no end-of-turn token, so that nobody learns to stop there.
+    that was cut at the token limit (finished: False) gets no end-of-turn token, so that the policy
+    does not learn to stop there.
     """
     end_id, _ = end_of_turn(tokenizer)
-    encoded = tokenizer([text for text, _ in candidates], add_special_tokens=False)["input_ids"]
-    turns = [ids + [end_id] if finished else ids
-             for ids, (_, finished) in zip(encoded, candidates, strict=True)]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    turns = [ids + [end_id] if done else ids
+             for ids, done in zip(encoded, finished, strict=True)]
     prompt = encode_within(tokenizer, messages, max_length - max(map(len, turns)))
     if prompt is None:
         return None

@@ -40,18 +40,19 @@ import random
 import typing
 
 from colbench import (
-    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, one_domain, split_message,
-    states_of, without_thoughts)
+    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, prompt_of_episode,
+    split_message)
 from formats.outcome import leak_share, reasons_of
 from formats.read import group_by_task, load_episodes, read_tasks, state_key
+from judge.sandbox import Grade
 from runtime.flags import FlagParser
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
 from speakers import load_speaker
-from speakers.checks import read_prompts, refuse_unplayable, refuse_unused
+from speakers.checks import read_prompts, refuse_unused, settle
 from speakers.fill import fill, report, show_bug
-from speakers.interface import Request, SpeakerError, SpeakerSettings
+from speakers.interface import Request, SpeakerError, SpeakerSettings, spoken
 from speakers.pool import JudgeElsewhere
 from toy.world import toy_tasks
 
@@ -70,14 +71,13 @@ class Rules(typing.NamedTuple):
 def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     """One dialogue, from the request to the reward; returns the episode.
 
-    What agent and human draw depends on the task, the sample and the turn alone, never on other
-    dialogues. An error ends this dialogue and no other.
+    Sampling is seeded by task, sample and turn, so dialogues do not affect each other. An error
+    ends this dialogue and no other.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
-    judge = JudgeElsewhere(judge)  # while it works, models go on with the other dialogues
-    outputs, answer, error, graded = [], None, None, {}
+    turns, answer, grade, error = 0, None, Grade(None, None, {}), None
 
     def ask(party, speaker, messages):
         key = (task["task_id"], sample)
@@ -88,44 +88,36 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             raise SpeakerError(f"{party}: {reason}") from None
 
     try:
-        while True:
+        while answer is None:
             said = ask("agent", agent, agent_messages(history, prompt))
-            outputs.append(said.text)
-            last_turn = len(outputs) == rules.max_turns
-            content, answer = split_message(task, said.text, last_turn)
+            turns += 1
+            content, answer = split_message(task, said.text, turns == rules.max_turns)
             history.append({"role": "assistant", "content": content, "output": said.text,
                             "finished": said.finished})
             on_turn()
-            if answer is not None:
-                break
-            view = history  # scripts read the dialogue itself, models what their domain shows
-            if not human.reads_history:
-                view = domain.human_view(task, history, rules.human_prompt, judge)
-            # the human's thoughts may reveal the solution
-            reply = without_thoughts(ask("human", human, view).text)
-            if reply is None:
-                raise SpeakerError("human: found thoughts that never end, expected a reply after"
-                                   " them; raise --human_max_new_tokens, or turn the model's"
-                                   " thinking off")
-            reply = reply[:rules.reply_chars or domain.reply_chars]
-            history.append({"role": "user", "content": reply})
+            if answer is None:
+                view = history  # scripted humans read the dialogue, models the domain's view of it
+                if not human.reads_history:
+                    view = domain.human_view(task, history, rules.human_prompt, judge)
+                reply = spoken("human", ask("human", human, view).text,
+                               "raise --human_max_new_tokens, or turn the model's thinking off")
+                reply = reply[:rules.reply_chars or domain.reply_chars]
+                history.append({"role": "user", "content": reply})
         grade = judge.grade(task, domain.graded_text(answer, history))
-        graded = {"reward": grade.reward, "success": grade.success,
-                  "reasons": reasons_of(grade, content)}
     except SpeakerError as reason:
         error = str(reason)
-    except Exception as bug:
+    except Exception as bug:  # a night of rollouts must survive one odd dialogue
         error = f"{type(bug).__name__}: {bug}"
         show_bug()
 
     replies = [message["content"] for message in history[2::2]]
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
-        "reward": None, "success": None, "turns": len(outputs), "max_turns": rules.max_turns,
-        "agent_tokens": agent.count_tokens(outputs), "reasons": {},
+        "reward": grade.reward, "success": grade.success, "turns": turns,
+        "max_turns": rules.max_turns, "reasons": reasons_of(grade, history[-1]["content"]),
         "leak": leak_share(task, replies), "seed": rules.seed, "agent_prompt": rules.agent_prompt,
         "error": error,
-    } | graded
+    }
 
 
 def episode_key(episode):
@@ -136,19 +128,26 @@ def episode_key(episode):
 # Candidates in the states of episodes
 
 
+def states_of(episodes):
+    """Every agent turn as a state, with what the agent saw before it."""
+    for episode in episodes:
+        history, prompt = episode["dialogue_history"], prompt_of_episode(episode)
+        turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
+        for turn, index in enumerate(turns):
+            yield {"task": episode["task"], "sample": episode["sample"], "turn": turn,
+                   "messages": agent_messages(history[:index], prompt),
+                   "agent_prompt": episode["agent_prompt"], "max_turns": episode["max_turns"]}
+
+
 def choose_states(episodes, fraction, states_per_task, seed):
-    """The states (agent turns) of a share of the tasks, at most `states_per_task` of each.
+    """The states of a share of the tasks, at most `states_per_task` of each.
 
     With few states of a task, the same sampling covers more tasks.
     """
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
     used = set(task_ids[:max(1, round(fraction * len(task_ids)))])
-    states = [{"task": episode["task"], "sample": episode["sample"], "turn": turn,
-               "messages": messages, "agent_prompt": episode["agent_prompt"],
-               "max_turns": episode.get("max_turns")}
-              for episode, turn, messages in states_of(episodes)
-              if episode["task"]["task_id"] in used]
+    states = [state for state in states_of(episodes) if state["task"]["task_id"] in used]
     if not states_per_task:
         return states
     drawn = []
@@ -180,73 +179,64 @@ def open_agent(args, process):
         args.dtype))
 
 
-def collect_episodes(args, process, open_agent=open_agent, notes=None):
+def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=()):
     """Play what `args.output` lacks; returns all episodes, on the leader.
 
-    Variants open another agent, and add `notes` to every episode.
+    Variants open another agent, from `models` of their own, and add `notes` to every episode.
     """
     named = args.tasks.startswith("toy:")
-    tasks = (toy_tasks if named else read_tasks)(args.tasks, args.num_tasks)
-    is_toy = all("toy" in task for task in tasks)  # also in a file
-    args.num_tasks = len(tasks)  # in the record, so that a rerun never shrinks the output
-    args.human = args.human or ("scripted" if is_toy else None)
-    refuse_unplayable(args, tasks)
-    agent_prompt, human_prompt = read_prompts(args, tasks)
-    rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
-    jobs = [(task, sample) for sample in range(args.samples_per_task) for task in tasks]
-    keys = [(task["task_id"], sample) for task, sample in jobs]
-    store = open_store(args, [None if named else args.tasks], episode_key, process)
-    mine = [(task, sample) for task, sample in jobs[process.rank::process.world]
-            if (task["task_id"], sample) not in store.rows]
+    if named:
+        tasks = toy_tasks(args.tasks, args.num_tasks)
+    else:
+        tasks = read_tasks(args.tasks, args.num_tasks)
+    domain = settle(args, tasks, process)
+    rules = Rules(*read_prompts(args, tasks), args.max_turns, args.reply_chars, args.seed)
+    jobs = {(task["task_id"], sample): task
+            for sample in range(args.samples_per_task) for task in tasks}
+    store = open_store(args, [None if named else args.tasks], models, episode_key, process)
+    mine = [key for key in list(jobs)[process.rank::process.world] if key not in store.rows]
     if mine:
-        domain = one_domain(tasks)
         settings = JudgeSettings(
             args.judge, args.require_protection, max(1, (os.cpu_count() or 1) // process.world),
-            args.clip or ("none" if is_toy else None), args.clip_crop, process.device)
-        if args.human == "scripted" and not is_toy and process.leads:
-            print("--human scripted says to every question that it does not know, so this is only a"
-                  " dry run of the stages")
+            args.clip, args.clip_crop, process.device)
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with domain.open_judge(settings) as judge:
+            judge = JudgeElsewhere(judge)  # while it works, models go on with other dialogues
             human = load_speaker(args.human, "human", SpeakerSettings(
                 args.human_model, args.human_temperature, args.human_max_new_tokens,
                 args.batch_size, process.device, args.dtype), domain.pages)
-            agent = open_agent(args, process)
+            agent = open_speaker(args, process)
 
-            def work(job, on_turn):
-                task, sample = job
-                return play(task, sample, agent, human, judge, rules, on_turn) | notes
+            def work(key, on_turn):
+                _, sample = key
+                return play(jobs[key], sample, agent, human, judge, rules, on_turn) | notes
 
-            fill(store, mine, keys, work, (agent, human), args.batch_size)
-    return store.finish(keys)
+            fill(store, mine, jobs, work, (agent, human), args.batch_size)
+    return store.finish(jobs)
 
 
 def collect_states(args, process):
     """Sample what `args.output` lacks; returns all states, on the leader."""
-    episodes, failed = load_episodes(args.states)
-    if not episodes:
-        raise SystemExit(f"{' '.join(args.states)}: found only failed episodes ({failed}), expected"
-                         " at least one without an error; rerun the command that collected them")
+    episodes, _ = load_episodes(args.states)
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
-    keys = [state_key(state) for state in states]
-    store = open_store(args, args.states, state_key, process)
-    mine = [state for state in states[process.rank::process.world]
-            if state_key(state) not in store.rows]
+    jobs = {state_key(state): state for state in states}
+    store = open_store(args, args.states, (), state_key, process)
+    mine = [key for key in list(jobs)[process.rank::process.world] if key not in store.rows]
     if mine:
         agent = open_agent(args, process)
         samples = args.batch_size * agent.batches_at_once
 
-        def work(state, on_turn):
-            return candidates(state, agent, args.num_candidates, args.seed)
+        def work(key, on_turn):
+            return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
-        fill(store, mine, keys, work, (agent,), max(1, samples // args.num_candidates))
-    return store.finish(keys)
+        fill(store, mine, jobs, work, (agent,), max(1, samples // args.num_candidates))
+    return store.finish(jobs)
 
 
-def open_store(args, inputs, key, process):
+def open_store(args, inputs, models, key, process):
     """The rows that the output has; another command's output is refused."""
-    models = [args.agent, args.human, getattr(args, "critic", None)]  # variants may have a critic
-    inputs = [*inputs, args.agent_prompt, args.human_prompt, *records(*models)]
+    inputs = [*inputs, args.agent_prompt, args.human_prompt,
+              *records(args.agent, args.human, *models)]
     return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
                      keep=lambda row: not row.get("error"))
 

@@ -1,12 +1,11 @@
-r"""Evaluate policies from their episodes: means with intervals, differences, and who won.
+r"""Evaluate policies from their episodes: means, intervals, differences, who won (section 5).
 
-How it works (SWEET-RL section 5):
-  1. The samples of a task are averaged first, then the tasks. An episode with an error counts only
-     in the error rate: `task_means`.
-  2. Each 95 % interval is a bootstrap over tasks, crossed with seeds. If all outcomes are equal,
-     the bootstrap has no width, and Wilson's interval replaces it: `interval`.
-  3. Every policy is compared with the first one, and the best with every other, on the same tasks,
-     by difference, win rate and sign test: `compare`.
+  1. The samples of a task are averaged first, then the tasks. An episode with
+     an error counts only in the error rate.                                   task_means
+  2. Each 95 % interval is a bootstrap over tasks, crossed with seeds. If all
+     outcomes are equal, it has no width, and Wilson's interval replaces it.    interval
+  3. Every policy is compared with the first one, and the best with every
+     other, on the same tasks: difference, win rate, sign test.                 compare
 The script plays nothing and loads no model.
 
     python evaluate.py base=base.jsonl sweet=sweet.jsonl --output runs/evaluation
@@ -17,24 +16,26 @@ To change                          edit
     what is measured               episode_numbers, NUMBERS
     the intervals                  interval
     when a difference is settled   compare
-    the words of the verdict       runtime/verdict.py
+    headings and verdict           runtime/verdict.py
 
-Reads: episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`).
-Writes: results.json, and results.md with the tables that are printed. `python -m report` draws the
-same numbers as a page.
+Reads episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`). Writes results.json,
+and results.md with the tables that are printed. `python -m report` draws the same numbers as a
+page.
 Letters in shapes: D bootstrap draws, R runs (seeds) of a policy, T tasks.
+
+Difference from the paper: it gives means alone, without intervals or tests.
 """
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import numpy
 
-from colbench import DOMAINS, one_domain
+from colbench import DOMAINS
 from formats.outcome import lacks_answer
-from formats.read import check_same_task, read_episodes
+from formats.policies import facts_of, read_policies, shared_tasks
 from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
@@ -45,41 +46,33 @@ from runtime.verdict import all_tables, verdict
 # -----------------------------------------------------------------------------
 # From episodes to a number for each task
 
-NUMBERS = {  # key -> heading, factor
-    "success": ("Success %", 100),
-    "reward": ("Reward × 100", 100),  # a domain may name it otherwise
-    "turns": ("Turns", 1),
-    "tokens": ("Agent tokens", 1),
-    "no_answer": ("No answer %", 100),
-    "errors": ("Errors %", 100),
-    "leaking": ("Leaking %", 100),
-    "clean_success": ("Success without leaks %", 100),
-}
+NUMBERS = ("success", "reward", "turns", "words", "no_answer", "errors", "leaking",
+           "clean_success")
+LEAK = 0.5  # a human reply that repeats this share of the solution has leaked it
 
 
-def episode_numbers(episode, leak_threshold, in_tokens):
+def episode_numbers(episode):
     """The numbers of one episode; a mean omits the episodes that lack it."""
     if episode["error"]:
         return {"errors": 1.0}
-    turns = [turn for turn in episode["dialogue_history"] if turn["role"] == "assistant"]
-    words = [len((turn.get("output") or turn["content"]).split()) for turn in turns]
-    numbers = {"errors": 0.0, "reward": float(episode["reward"]), "turns": float(len(turns)),
-               "tokens": float(episode["agent_tokens"] if in_tokens else sum(words))}
+    said = [message.get("output") or message["content"]
+            for message in episode["dialogue_history"] if message["role"] == "assistant"]
+    numbers = {"errors": 0.0, "reward": float(episode["reward"]), "turns": float(len(said)),
+               "words": float(sum(len(text.split()) for text in said))}
     if episode["success"] is not None:  # of pages and logs, the reward is all there is
-        leaking = episode["leak"] >= leak_threshold
-        numbers["success"] = float(episode["success"])
-        numbers["no_answer"] = float(lacks_answer(episode))
-        numbers["leaking"] = float(leaking)
+        success, leaking = float(episode["success"]), episode["leak"] >= LEAK
+        numbers |= {"success": success, "no_answer": float(lacks_answer(episode)),
+                    "leaking": float(leaking)}
         if not leaking:
-            numbers["clean_success"] = float(episode["success"])
+            numbers["clean_success"] = success
     return numbers
 
 
-def task_means(run, task_ids, leak_threshold, in_tokens):
+def task_means(run, task_ids):
     """Key -> the mean over the samples of each task (T,), NaN where no sample has the number."""
     samples = {task_id: defaultdict(list) for task_id in task_ids}
     for episode in run:
-        for key, value in episode_numbers(episode, leak_threshold, in_tokens).items():
+        for key, value in episode_numbers(episode).items():
             samples[episode["task"]["task_id"]][key].append(value)
     return {key: [sum(task[key]) / len(task[key]) if task[key] else math.nan
                   for task in samples.values()] for key in NUMBERS}
@@ -151,8 +144,7 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     rate_low_high = bounds(drawn_means(drawn_points, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
-    # settled: the interval excludes 0 and the sign test agrees. The interval alone is not enough: a
-    # bootstrap over a handful of tasks is too narrow
+    # A bootstrap over few tasks is too narrow, so the sign test must agree
     excludes_zero = low_high["low"] is not None and low_high["low"] * low_high["high"] > 0
     return {"difference": {"value": float(gaps.mean())} | low_high,
             "win_rate": {"value": float(points.mean())} | rate_low_high,
@@ -180,75 +172,30 @@ def sign_test(wins, losses):
 
 
 # -----------------------------------------------------------------------------
-# Policies: all that results.json holds
+# All policies
 
 
-def named_files(specs):
-    """(name, path) of each NAME=FILE."""
-    pairs = []
-    for spec in specs:
-        name, equals, path = spec.partition("=")
-        if not name or not path:
-            raise SystemExit(f"found {spec}, expected NAME=FILE; put a name for tables and charts"
-                             " in front of the file")
-        pairs.append((name, path))
-    return pairs
-
-
-def read_policies(specs):
-    """Policy name -> runs, each the episodes of one file; a NAME= given again is another seed."""
-    policies = {}
-    for name, path in named_files(specs):
-        policies.setdefault(name, []).append(read_episodes(path))
-    return policies
-
-
-def shared_tasks(policies):
-    """(task ids in order of appearance, their domain). All runs must have played the same tasks."""
-    runs = [(name, run) for name, policy in policies.items() for run in policy]
-    contents, tasks = {}, {}
-    for name, run in runs:
-        for episode in run:
-            check_same_task(contents, episode["task"], f"policy {name!r}")
-            tasks[episode["task"]["task_id"]] = episode["task"]
-    for name, run in runs:
-        played = {episode["task"]["task_id"] for episode in run}
-        missing = [task_id for task_id in tasks if task_id not in played]
-        if missing:
-            raise SystemExit(f"found no episode of {len(missing)} of {len(tasks)} tasks in a run of"
-                             f" {name!r} (such as {', '.join(missing[:5])}), expected all runs on"
-                             " the same tasks; play these or omit the file")
-    one_domain(tasks.values())
-    return list(tasks), next(iter(tasks.values()))["domain"]
-
-
-def score(policies, leak_threshold=0.5, draws=2000, seed=0):
+def score(policies, draws=2000):
     """All that results.json holds of the policies, name -> runs: numbers and comparisons."""
     task_ids, domain = shared_tasks(policies)
     episodes = [episode for policy in policies.values() for run in policy for episode in run]
-    # words and tokens are never mixed in one column
-    in_tokens = all(episode.get("agent_tokens") is not None
-                    for episode in episodes if not episode["error"])
     unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
-    results = {"domain": domain, "metric": metric, "columns": columns_of(domain, in_tokens),
-               "in_tokens": in_tokens, "tasks": len(task_ids), "draws": draws, "seed": seed,
-               "leak_threshold": leak_threshold, "unsolvable": len(unsolvable),
-               "policies": {}, "pairs": [], "leads": []}
+    results = {"domain": domain, "metric": metric, "tasks": len(task_ids),
+               "reward_heading": DOMAINS[domain].reward_heading, "unsolvable": len(unsolvable),
+               "draws": draws, "policies": {}, "comparisons": [], "leads": []}
 
-    generator = numpy.random.default_rng(seed)
+    generator = numpy.random.default_rng(0)
     task_draws = draw_counts(generator, len(task_ids), draws)  # (D, T)
     values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
     for name, policy in policies.items():
-        means = [task_means(run, task_ids, leak_threshold, in_tokens) for run in policy]
-        values[name] = {key: numpy.array([run[key] for run in means]) for key in means[0]}
+        means = [task_means(run, task_ids) for run in policy]
+        values[name] = {key: numpy.array([run[key] for run in means]) for key in NUMBERS}
         run_draws[name] = draw_counts(generator, len(policy), draws)
         numbers = {key: interval(table, run_draws[name], task_draws, limits_of(key, domain))
                    for key, table in values[name].items()}
-        results["policies"][name] = facts_of(policy) | {
-            "success_by_seed": by_seed(values[name]["success"]),
-            "reward_by_seed": by_seed(values[name]["reward"]), "numbers": numbers}
+        results["policies"][name] = facts_of(policy) | {"numbers": numbers}
 
     def add_comparison(kind, name, against, key):
         found = compare(values[name][key], values[against][key], run_draws[name],
@@ -259,8 +206,8 @@ def score(policies, leak_threshold=0.5, draws=2000, seed=0):
 
     first, *others = policies
     for name in others:
-        add_comparison("pairs", name, first, "success")
-        add_comparison("pairs", name, first, "reward")
+        add_comparison("comparisons", name, first, "success")
+        add_comparison("comparisons", name, first, "reward")
     achieved = {name: policy["numbers"][metric] for name, policy in results["policies"].items()
                 if policy["numbers"][metric]}
     results["ranking"] = sorted(achieved, key=lambda name: -achieved[name]["value"])
@@ -269,32 +216,9 @@ def score(policies, leak_threshold=0.5, draws=2000, seed=0):
     return results
 
 
-def columns_of(domain, in_tokens):
-    """Key -> [heading, factor] of each number, as this domain has them."""
-    columns = {key: list(column) for key, column in NUMBERS.items()}
-    columns["reward"][0] = DOMAINS[domain].reward_heading
-    if not in_tokens:
-        columns["tokens"][0] = "Agent words"
-    return columns
-
-
-def facts_of(policy):
-    """Who played the runs of a policy, and what went wrong."""
-    episodes = [episode for run in policy for episode in run]
-    return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
-            "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
-            "max_turns": max(episode.get("max_turns") or 0 for episode in episodes) or None,
-            "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
-
-
-def by_seed(values):
-    """The mean of values (R, T) in each run, None where no task has a value."""
-    return [None if numpy.isnan(run).all() else float(numpy.nanmean(run)) for run in values]
-
-
 def limits_of(key, domain):
     """(0, 1) for shares; None for counts, and for rewards from logs, which have no limits."""
-    if key in ("turns", "tokens") or (key == "reward" and DOMAINS[domain].logged):
+    if key in ("turns", "words") or (key == "reward" and DOMAINS[domain].logged):
         return None
     return SHARE
 
@@ -304,25 +228,20 @@ def limits_of(key, domain):
 
 
 def main(args):
-    policies = read_policies(args.policies)
-    results = score(policies, args.leak_threshold, args.draws, args.seed)
+    results = score(read_policies(args.policies))
     tables = all_tables(results)
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=2, allow_nan=False)
     write_atomically(output / "results.json", text + "\n")
     write_atomically(output / "results.md", "\n\n".join(map(markdown, tables)) + "\n")
-
     print("\n".join(verdict(results)))
     for table in tables:
         print("\n" + markdown(table))
-
-    failed = [name for name, policy in results["policies"].items()
-              if policy["errors"].total() == policy["episodes"]]
-    if failed:
-        raise SystemExit(f"every dialogue of {', '.join(failed)} was stopped by an error; expected"
-                         " the agent and the human to answer; remove the cause printed above, then"
-                         " rerun the command that collected them")
+    for name, policy in results["policies"].items():
+        if policy["errors"].total() == policy["episodes"]:
+            raise SystemExit(f"an error stopped every dialogue of {name}; expected at least one to"
+                             " end; remove the cause printed above, then collect them again")
 
 
 def parse_args(argv=None):
@@ -332,10 +251,6 @@ def parse_args(argv=None):
                         " another seed of it")
     parser.add_argument("--output", required=True,
                         help="directory for results.json and results.md")
-    parser.add_argument("--leak_threshold", type=float, above=0, most=1, default=0.5,
-                        help="share of the solution that a human reply must repeat to be a leak")
-    parser.add_argument("--draws", type=int, least=100, default=2000, help="bootstrap draws")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="random seed of the bootstrap")
     return parser.parse_args(argv)
 
 

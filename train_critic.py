@@ -80,8 +80,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
     `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
     """
-    log_ratio = logprobs - reference  # summed over l
-    return log_ratio / NORMALISERS[normalise](tokens).clamp(min=1)  # an empty turn gives 0 / 1
+    return (logprobs - reference) / NORMALISERS[normalise](tokens).clamp(min=1)
 
 
 def critic_loss(chosen, rejected, beta):
@@ -107,18 +106,18 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        chosen = [] if best["success"] is False else [best]  # pages have None
-        rejected = group
+        better = [] if best["success"] is False else [best]  # pages have None
+        worse = group
     elif rule == "success_vs_failure":
-        chosen = [episode for episode in group if succeeded(episode)]
-        rejected = [episode for episode in group if not succeeded(episode)]
+        better = [episode for episode in group if succeeded(episode)]
+        worse = [episode for episode in group if not succeeded(episode)]
     elif rule == "all":
-        chosen, rejected = group, group
+        better, worse = group, group
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
-    return [(better, worse) for better in chosen for worse in rejected
-            if better["reward"] > worse["reward"]
-            and better["reward"] - worse["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1 in floats
+    return [(chosen, rejected) for chosen in better for rejected in worse
+            if chosen["reward"] > rejected["reward"]
+            and chosen["reward"] - rejected["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1
 
 
 def split_tasks(task_ids, holdout, seed):
@@ -211,8 +210,7 @@ def turn_logprobs(model, rows):
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # The output layer is the largest matrix: apply it only where some row's next token is the
-    # agent's
+    # Apply the output layer, the largest matrix, only where the next token is an agent's
     columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
@@ -224,13 +222,12 @@ def turn_logprobs(model, rows):
 
 def critic_objective(model, pairs, beta, nll, normalise):
     """Eq. (2) over Eq. (3), with the NLL term of the paper's Table 5: name -> (B,)."""
-    dialogues = [better for better, _ in pairs] + [worse for _, worse in pairs]  # R = 2 B
-    logprobs, tokens = turn_logprobs(model, dialogues)  # (R, S) each
-    reference = pad_sequence([row.reference for row in dialogues], batch_first=True).to(logprobs)
+    rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
+    logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
+    reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    count = tokens.sum(1)[:len(pairs)].clamp(min=1)
-    token_nll = -logprobs.sum(1)[:len(pairs)] / count  # of the chosen dialogues, (B,)
     margin = beta * (chosen.sum(1) - rejected.sum(1))
+    token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
 
@@ -245,7 +242,7 @@ def set_reference(model, rows, run, size):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found |= zip(mine, logprobs.cpu(), strict=True)
     for index, logprobs in run.gather(found).items():
-        rows[index].reference = logprobs[:rows[index].turns].clone()  # without the padding
+        rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -279,13 +276,37 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     return batches
 
 
+def read_pairs(tokenizer, args, run):
+    """(pairs of rows to train on, one list per task; the pairs held out)."""
+    episodes, failed = load_episodes(args.episodes)
+    by_task = group_by_task(episodes)
+    groups, too_long = dialogue_pairs(tokenizer, by_task.values(), args.pairs, args.margin,
+                                      args.max_length, args.privileged)
+    pairs_of = dict(zip(by_task, groups, strict=True))
+    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
+    groups = [pairs_of[task_id] for task_id in train_tasks]
+    held_out = [pair for task_id in held_out_tasks for pair in pairs_of[task_id]]
+    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
+            f" {sum(map(len, groups))} pairs from {sum(map(bool, groups))} tasks, {len(held_out)}"
+            f" pairs of {len(held_out_tasks)} tasks held out; {too_long} episodes omitted, since"
+            f" their last turn does not fit in --max_length {args.max_length}")
+    if not any(groups):
+        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
+                         f" of one task to train on, and {len(held_out)} held out; expected at"
+                         f" least one. {why_no_pair(by_task.values(), held_out, args.max_length)}")
+    return groups, held_out
+
+
+RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
+
+
 def main(args):
     if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
     if args.episodes:
         if args.candidates:
-            read_candidates(args.candidates)  # what cannot be ranked stops before the training
+            read_candidates(args.candidates)  # a bad file is refused before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -298,26 +319,9 @@ def train(args):
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
-    episodes, failed = load_episodes(args.episodes)
-    by_task = group_by_task(episodes)
-    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
-
-    def pairs_of(task_ids):
-        return dialogue_pairs(tokenizer, [by_task[task_id] for task_id in task_ids], args.pairs,
-                              args.margin, args.max_length, args.privileged)
-
-    groups, too_long = pairs_of(train_tasks)
-    pairs = [pair for group in groups for pair in group]
-    held_out = [pair for group in pairs_of(held_out_tasks)[0] for pair in group]
-    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {len(pairs)} pairs from {sum(map(bool, groups))} tasks, {len(held_out)} pairs of"
-            f" {len(held_out_tasks)} tasks held out; {too_long} episodes omitted, since their last"
-            f" turn does not fit in --max_length {args.max_length}")
-    if not pairs:
-        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         f" of one task to train on, and {len(held_out)} held out; expected at"
-                         f" least one. {why_no_pair(by_task.values(), held_out, args.max_length)}")
-    rows = list(dict.fromkeys(row for pair in pairs + held_out for row in pair))
+    groups, held_out = read_pairs(tokenizer, args, run)
+    pairs = [pair for group in groups for pair in group] + held_out
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the critic: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so its own
@@ -329,14 +333,14 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
+    steps = run.plan(len(batches))
     for step in range(run.resume(model, optimizer), steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(batches), args.lr)
+        lr = learning_rate(step, len(batches), args.lr)
+        optimizer.param_groups[0]["lr"] = lr
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; the number of ranks as weight turns this mean
-        # into a sum. A rank that has no pair left repeats one with weight 0
+        # FSDP averages gradients over the ranks, so the number of ranks as weight gives their sum.
+        # A rank without pairs repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -345,12 +349,13 @@ def train(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
+        # the held-out pairs after each epoch: Eq. (2) alone, without the NLL term
+        if (step + 1) % (len(batches) // args.epochs) == 0 or step + 1 == steps:
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
-        run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
+        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)
 
@@ -362,8 +367,8 @@ def train(args):
 class Critic:
     """Opens a directory that this script wrote, and gives turns their advantages.
 
-    Weights have the dtype that models compute in; the output layers compute in fp32, since some
-    advantages are as small as the rounding of bf16.
+    Models compute in `dtype`, their output layers in fp32: some advantages are as small as the
+    rounding of bf16.
     """
 
     def __init__(self, path, device=None, dtype=None, reference="privileged"):
@@ -381,34 +386,30 @@ class Critic:
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        # the critic was trained on stripped turns (`agent_messages`)
-        candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
-        distinct = list(dict.fromkeys(candidates))  # equal texts are computed once
+        texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
         rows = []
         for privileged in (self.privileged, self.reference_privileged):
             seen = critic_messages(task, messages, privileged)
-            encoded = encode_candidates(self.tokenizer, seen, distinct, self.max_length)
+            encoded = encode_candidates(self.tokenizer, seen, texts, finished, self.max_length)
             if encoded is None:
                 return None
             rows.append([Row(*one) for one in encoded])
-        values = self.score(*rows)[:, 0].tolist()  # a candidate is one turn
-        of_candidate = dict(zip(distinct, values, strict=True))
-        return [of_candidate[candidate] for candidate in candidates]
+        return self.turn_advantages(*rows)[:, 0].tolist()  # a candidate is one turn
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
 
     @torch.no_grad()
-    def score(self, rows, reference_rows=None):
+    def turn_advantages(self, rows, reference_rows=None):
         """The advantage of each turn of the rows, (R, S); the reference may read other rows."""
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
         reference, _ = turn_logprobs(self.reference, reference_rows or rows)
-        values = advantage(logprobs, reference, tokens, self.normalise)
-        if not values.isfinite().all():
-            raise SystemExit(f"found advantages that are not finite ({values[0].tolist()}),"
+        advantages = advantage(logprobs, reference, tokens, self.normalise)
+        if not advantages.isfinite().all():
+            raise SystemExit(f"found advantages that are not finite ({advantages[0].tolist()}),"
                              " expected finite ones; rerun with --dtype float32")
-        return values
+        return advantages
 
 
 def read_critic_flags(path):
@@ -447,8 +448,6 @@ def rank(args):
 
 # -----------------------------------------------------------------------------
 # Command line
-
-RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
 
 
 def parse_args(argv=None):

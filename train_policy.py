@@ -57,15 +57,12 @@ from runtime.training import Run
 # The equation
 
 
-def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
+def dpo_loss(chosen, rejected, beta):
     """SWEET-RL Eq. (4), DPO: -log sigma(beta log pi/pi_ref(a+|o) - beta log pi/pi_ref(a-|o)).
 
-    Log-probs of whole turns (or dialogues) under policy and reference, (B,) each. Returns the
-    losses and the implicit rewards of both sides, (B,) each.
+    Log-ratios of whole turns (or dialogues), policy to reference: (B,) and (B,) -> (B,).
     """
-    chosen_reward = beta * (chosen - reference_chosen)
-    rejected_reward = beta * (rejected - reference_rejected)
-    return -F.logsigmoid(chosen_reward - rejected_reward), chosen_reward, rejected_reward
+    return -F.logsigmoid(beta * chosen - beta * rejected)
 
 
 # -----------------------------------------------------------------------------
@@ -74,8 +71,8 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
 PAIRINGS = ("halves", "positive_vs_negative")
 
 
-def make_pairs(texts, advantages, pairing, count, draw):
-    """Up to `count` pairs (chosen, rejected) of indices of a state's N candidates, drawn by `draw`.
+def make_pairs(texts, advantages, pairing, pairs_per_state, draw):
+    """Draws at most `pairs_per_state` pairs (chosen, rejected), as indices of the N candidates.
 
     halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
     one of positive and one of negative advantage, if the state has both. A text sampled k times is
@@ -93,7 +90,7 @@ def make_pairs(texts, advantages, pairing, count, draw):
     pairs = [(chosen, rejected) for chosen in better for rejected in worse
              if advantages[chosen] > advantages[rejected] and texts[chosen] != texts[rejected]
              and texts[chosen].strip() and texts[rejected].strip()]
-    return draw.sample(pairs, min(count, len(pairs)))
+    return draw.sample(pairs, min(pairs_per_state, len(pairs)))
 
 
 PAIRS = ("best_vs_rest", "success_vs_failure", "all")
@@ -108,18 +105,18 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        chosen = [] if best["success"] is False else [best]  # pages have None
-        rejected = group
+        better = [] if best["success"] is False else [best]  # pages have None
+        worse = group
     elif rule == "success_vs_failure":
-        chosen = [episode for episode in group if succeeded(episode)]
-        rejected = [episode for episode in group if not succeeded(episode)]
+        better = [episode for episode in group if succeeded(episode)]
+        worse = [episode for episode in group if not succeeded(episode)]
     elif rule == "all":
-        chosen, rejected = group, group
+        better, worse = group, group
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
-    return [(better, worse) for better in chosen for worse in rejected
-            if better["reward"] > worse["reward"]
-            and better["reward"] - worse["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1 in floats
+    return [(chosen, rejected) for chosen in better for rejected in worse
+            if chosen["reward"] > rejected["reward"]
+            and chosen["reward"] - rejected["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1
 
 
 # -----------------------------------------------------------------------------
@@ -149,21 +146,19 @@ class Row:
         return self.turn_index.index(self.turns - 1)
 
 
-def candidate_pairs(tokenizer, states, pairing, count, max_length, seed):
+def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, seed):
     """(pairs of rows, one list per state; the number of pairs that are too long)."""
     pairs_of_states, too_long = [], 0
     for state in states:
         draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
-        pairs = make_pairs(state["candidates"], state["advantages"], pairing, count, draw)
-        used = sorted({index for pair in pairs for index in pair})
-        if not used:
-            continue
-        candidates = [(state["candidates"][index], state["finished"][index]) for index in used]
-        encoded = encode_candidates(tokenizer, state["messages"], candidates, max_length)
+        pairs = make_pairs(state["candidates"], state["advantages"], pairing, pairs_per_state,
+                           draw)
+        encoded = encode_candidates(tokenizer, state["messages"], state["candidates"],
+                                    state["finished"], max_length)
         if encoded is None:
             too_long += len(pairs)
             continue
-        rows = {index: Row(*one) for index, one in zip(used, encoded, strict=True)}
+        rows = [Row(*one) for one in encoded]
         pairs_of_states.append([(rows[chosen], rows[rejected]) for chosen, rejected in pairs])
     return pairs_of_states, too_long
 
@@ -209,8 +204,7 @@ def turn_logprobs(model, rows):
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # The output layer is the largest matrix: apply it only where some row's next token is the
-    # agent's
+    # Apply the output layer, the largest matrix, only where the next token is an agent's
     columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
     target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
     logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
@@ -222,15 +216,15 @@ def turn_logprobs(model, rows):
 
 def dpo_objective(model, pairs, beta, nll):
     """Eq. (4) with the NLL term of the paper's Table 5: name -> (B,)."""
-    rows = [better for better, _ in pairs] + [worse for _, worse in pairs]  # R = 2 B
+    rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
-    chosen, rejected = logprobs.sum(1).chunk(2)  # (B,) each
-    reference = torch.stack([row.reference.sum() for row in rows]).to(logprobs)
-    losses, chosen_reward, rejected_reward = dpo_loss(chosen, rejected, *reference.chunk(2), beta)
-    token_nll = -chosen / tokens.sum(1)[:len(pairs)].clamp(min=1)
-    margin = chosen_reward - rejected_reward
-    return {"loss": losses + nll * token_nll, "accuracy": margin > 0, "margin": margin,
-            "chosen_reward": chosen_reward, "nll": token_nll}
+    reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
+    chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
+    margin = beta * (chosen - rejected)
+    token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
+    return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
+            "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
+            "nll": token_nll}
 
 
 def set_reference(model, rows, run, size):
@@ -243,7 +237,7 @@ def set_reference(model, rows, run, size):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found |= zip(mine, logprobs.cpu(), strict=True)
     for index, logprobs in run.gather(found).items():
-        rows[index].reference = logprobs[:rows[index].turns].clone()  # without the padding
+        rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -329,12 +323,12 @@ def main(args):
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps = run.plan(len(batches))
     for step in range(run.resume(model, optimizer), steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(batches), args.lr)
+        lr = learning_rate(step, len(batches), args.lr)
+        optimizer.param_groups[0]["lr"] = lr
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; the number of ranks as weight turns this mean
-        # into a sum. A rank that has no pair left repeats one with weight 0
+        # FSDP averages gradients over the ranks, so the number of ranks as weight gives their sum.
+        # A rank without pairs repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -343,18 +337,13 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
+        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer, agent_prompt)
 
 
 # -----------------------------------------------------------------------------
 # Command line
-
-IGNORED = {  # what the policy learns from -> flags that would do nothing
-    "candidates": ("pairs", "margin"),
-    "episodes": ("pairing", "pairs_per_state"),
-}
 
 
 def parse_args(argv=None):
@@ -368,15 +357,16 @@ def parse_args(argv=None):
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="most tokens of a dialogue; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
-    parser.add_argument("--pairing", choices=PAIRINGS, default="halves",
+    parser.add_argument("--pairing", choices=PAIRINGS, default="halves", needs="candidates",
                         help="which candidates are paired: halves: one of the better half and one"
                         " of the worse (paper); positive_vs_negative: one of positive and one of"
                         " negative advantage")
     parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
+                        needs="candidates",
                         help="pairs drawn from a state's candidates")
-    parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
+    parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest", needs="episodes",
                         help="which episodes of a task are paired, as in train_critic.py")
-    parser.add_argument("--margin", type=float, least=0, default=0.0,
+    parser.add_argument("--margin", type=float, least=0, default=0.0, needs="episodes",
                         help="least difference of reward in a pair of episodes; for pages, give"
                         " 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
@@ -396,10 +386,7 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and pairs")
     parser.add_machine_flags()
-    args = parser.parse_args(argv)
-    source = "candidates" if args.candidates else "episodes"
-    parser.refuse_ignored(args, IGNORED[source], f"with --{source}")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

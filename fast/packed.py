@@ -8,7 +8,7 @@ Candidates after one prompt become one sequence, so that the prompt is computed 
     0  0  0  0    1  1  1       2  2  2  2         segments: a token sees those before it in its
                                                    own segment and in segment 0
 
-A row that comes several times, such as a dialogue in several pairs, is computed once. Logits exist
+What comes several times, such as a dialogue in several pairs, is computed once. Logits exist
 only where an agent token is next, and their fp32 copies only a part at a time.
 Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, R rows, S turns.
 """
@@ -26,7 +26,9 @@ LOGITS_AT_ONCE = 512  # scored tokens whose logits are in fp32 at a time
 def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
     """
-    distinct = list(dict.fromkeys(rows))
+    of_tokens = {}  # tokens and turns of a row -> the first row that has them
+    first = [of_tokens.setdefault((*row.ids, *row.turn_index), row) for row in rows]
+    distinct = list(of_tokens.values())
     number = {row: index for index, row in enumerate(distinct)}
     packs = pack_rows(distinct, PACK_TOKENS if can_pack(model) else 0)
     ids, positions, segments, scored = [], [], [], []
@@ -66,7 +68,7 @@ def turn_logprobs(model, rows):
     turns = max(row.turns for row in distinct)  # S
     sums = logprobs.new_zeros(len(distinct), turns).index_put((row, turn), logprobs, True)
     tokens = target.new_zeros(sums.shape).index_put((row, turn), torch.ones_like(target), True)
-    order = [number[row] for row in rows]
+    order = [number[row] for row in first]
     return sums[order], tokens[order]
 
 

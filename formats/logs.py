@@ -142,8 +142,8 @@ def faults_of(row):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             faults.append(f"messages[{index}] without a role")
         elif text_of(message) is None:
-            faults.append(f"messages[{index}] of role {message['role']} whose content is no text, or"
-                          " whose tool_calls lack a function with name and arguments")
+            faults.append(f"messages[{index}] of role {message['role']} whose content is no text,"
+                          " or whose tool_calls lack a function with name and arguments")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     if "assistant" not in roles:
         faults.append("no assistant message, which would be a turn")

@@ -56,8 +56,6 @@ def rewards_differ(group):
 
 def why_no_pair(groups, held_out, max_length):
     """Why episodes, grouped by task, give no pair to train on, and what helps."""
-    if not groups:
-        return "Every episode failed: read their `error`, and collect them again."
     if all(len(group) == 1 for group in groups):
         return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
                 " a `task` in common.")

@@ -20,7 +20,7 @@ EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 # these may be missing or null
 EPISODE_OPTIONS = {
     "sample": int, "answer": str, "reward": NUMBER, "success": bool, "reasons": dict,
-    "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str, "agent_tokens": int,
+    "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str,
     "max_turns": int, "seed": int, "error": str, "advantages": list, "credits": list,
 }
 STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
@@ -100,7 +100,7 @@ def complete_episode(row, where="episode"):
                          f" {success}: true for a reward of 1, false below, null for failed"
                          " episodes and domains without success, such as pages")
     defaults = {"sample": 0, "answer": None, "reasons": {}, "agent": None, "human": None,
-                "seed": None, "agent_prompt": None}
+                "seed": None, "agent_prompt": None, "max_turns": None}
     if "leak" not in row:
         defaults["leak"] = leak_share(task, [message["content"] for message in history[2::2]])
     episode = defaults | row
@@ -157,6 +157,10 @@ def load_episodes(paths):
         episodes += found
     one_domain([episode["task"] for episode in episodes])
     sound = [episode for episode in episodes if not episode["error"]]
+    if not sound:
+        raise SystemExit(f"{' '.join(map(str, paths))}: found only failed episodes"
+                         f" ({len(episodes)}), expected at least one without an error; rerun the"
+                         " command that collected them")
     return sound, len(episodes) - len(sound)
 
 

@@ -261,6 +261,17 @@ class Judge:
         return outcomes
 
 
+class BackendJudge(Judge):
+    """The judge of backend tasks, with the settings of a run (JudgeSettings in colbench.py)."""
+
+    def __init__(self, settings):
+        super().__init__(settings.workers, require_protection=settings.require_protection)
+        self.profile = settings.judge
+
+    def grade(self, task: dict, answer: object) -> Grade:
+        return super().grade(task, answer, self.profile)
+
+
 def tell_once(status: dict[str, bool]) -> None:
     """Print which protections this machine lacks, if the sandbox is weaker without them.
 

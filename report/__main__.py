@@ -17,7 +17,8 @@ it looks, report/page.html; what the page holds, report/page.py.
 import sys
 from pathlib import Path
 
-from evaluate import named_files, read_policies, score
+from evaluate import score
+from formats.policies import named_files, read_policies
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
 from report.training import held_out_tasks, read_training, training_sentences
@@ -42,13 +43,13 @@ def main(args):
     policies = read_policies(args.policies)
     results, sentences, tables = None, training_sentences(training), []
     if policies:
-        results = score(policies, args.leak_threshold, args.draws, args.seed)
+        results = score(policies)
         sentences, tables = verdict(results), all_tables(results)
         annotate(policies, critic, held_out_tasks(args.critic) if critic else ())
     data = overview(results, policies, named_files(args.policies), training)
     data |= {"sentences": sentences, "tables": tables}
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.output, page_of(data, policies, args.leak_threshold))
+    write_atomically(args.output, page_of(data, policies))
     print("\n".join([*sentences, f"report: {args.output}"]))
 
 
@@ -65,10 +66,6 @@ def parse_args(argv=None):
     parser.add_argument("--critic", help="checkpoint of a critic: its advantages shade the turns,"
                         " and its metrics are shown, too")
     parser.add_argument("--output", required=True, help="FILE.html to write")
-    parser.add_argument("--leak_threshold", type=float, above=0, most=1, default=0.5,
-                        help="see evaluate.py")
-    parser.add_argument("--draws", type=int, least=100, default=2000, help="bootstrap draws")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of the bootstrap")
     args = parser.parse_args(argv)
     args.command = "page"
     if not args.output.endswith(".html"):
@@ -77,8 +74,7 @@ def parse_args(argv=None):
         raise SystemExit("found neither episodes nor --metrics, expected NAME=EPISODES.jsonl of"
                          " some policies, or --metrics to watch a training run")
     if not args.policies:
-        parser.refuse_ignored(args, ["critic", "leak_threshold", "draws", "seed"],
-                              "without episodes")
+        parser.refuse_ignored(args, ["critic"], "without episodes")
     return args
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from colbench import DOMAINS, MAX_TURNS
+from evaluate import LEAK
 from formats.outcome import lacks_answer
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
@@ -138,7 +139,7 @@ def add_advantages(critic, episodes):
         longest, _ = rows[0]
         size = max(1, TOKENS_AT_ONCE // len(longest.ids))
         part, rows = rows[:size], rows[size:]
-        values = critic.score([row for row, _ in part]).tolist()
+        values = critic.turn_advantages([row for row, _ in part]).tolist()
         for (row, episode), of_turns in zip(part, values, strict=True):
             episode["advantages"][-row.turns:] = of_turns[:row.turns]
         bar.update(len(part))
@@ -185,7 +186,7 @@ def thumbnail(png, width=360):
 # The dialogues
 
 
-def episode_record(name, seed_index, episode, leak_threshold):
+def episode_record(name, seed_index, episode):
     """One episode as the page reads it; what belongs to its task is stored once, separately."""
     task_id = episode["task"]["task_id"]
     sample = str(episode["sample"])
@@ -202,13 +203,13 @@ def episode_record(name, seed_index, episode, leak_threshold):
         "id": f"{name}/{task_id}/{sample}", "policy": name, "sample": sample,
         "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
         "reward": episode["reward"], "reasons": episode["reasons"], "leak": episode["leak"],
-        "leaking": episode["leak"] >= leak_threshold, "answer": episode["answer"],
+        "leaking": episode["leak"] >= LEAK, "answer": episode["answer"],
         "dialogue": dialogue, "advantages": finite(episode.get("advantages")),
         "credits": finite(episode.get("credits")), "heldOut": bool(episode.get("held_out")),
     }
 
 
-def task_records(policies, leak_threshold):
+def task_records(policies):
     """(tasks with the episodes of all policies, distinct screenshots that these point to)."""
     tasks, pictures = {}, {}
 
@@ -225,7 +226,7 @@ def task_records(policies, leak_threshold):
                     "tests": episode["task"].get("test_cases") or {}, "picture": None,
                     "episodes": [],
                 })
-                record = episode_record(name, seed_index, episode, leak_threshold)
+                record = episode_record(name, seed_index, episode)
                 record["picture"] = index_of(episode.get("screenshot"))
                 task["episodes"].append(record)
                 if task["picture"] is None:
@@ -233,12 +234,12 @@ def task_records(policies, leak_threshold):
     return list(tasks.values()), list(pictures)
 
 
-def packed_episodes(policies, leak_threshold, room):
+def packed_episodes(policies, room):
     """All that the browser of dialogues shows, compressed, in at most `room` characters.
 
     When room runs out, screenshots are omitted first, then whole tasks.
     """
-    tasks, pictures = task_records(policies, leak_threshold)
+    tasks, pictures = task_records(policies)
     sizes = sorted(abs(value) for task in tasks for record in task["episodes"]
                    for value in record["advantages"] if isinstance(value, (int, float)))
     # the strongest shade: the 95th percentile, so that one outlier does not pale all other turns
@@ -261,13 +262,13 @@ def packed_episodes(policies, leak_threshold, room):
 # The file
 
 
-def page_of(data, policies, leak_threshold):
+def page_of(data, policies):
     """page.html with its data and a Content-Security-Policy.
 
     The policy allows the page's style and script, by hash, its embedded pictures, and nothing else.
     """
     filled_in = as_json(data)
-    episodes = packed_episodes(policies, leak_threshold, PAGE_BYTES - len(filled_in))
+    episodes = packed_episodes(policies, PAGE_BYTES - len(filled_in))
     page = PAGE.read_text(encoding="utf-8")
     style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]

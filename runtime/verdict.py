@@ -96,15 +96,27 @@ def cautions(results):
 # Tables: rows of texts, the headings first
 
 
+HEADINGS = {  # number -> heading, factor
+    "success": ("Success %", 100),
+    "reward": ("", 100),  # each domain names it
+    "turns": ("Turns", 1),
+    "words": ("Agent words", 1),
+    "no_answer": ("No answer %", 100),
+    "errors": ("Errors %", 100),
+    "leaking": ("Leaking %", 100),
+    "clean_success": ("Success without leaks %", 100),
+}
+
+
 def heading(key, results):
-    return results["columns"][key][0]
+    return results["reward_heading"] if key == "reward" else HEADINGS[key][0]
 
 
 def policy_table(results):
     """A policy a row; a column for the main number and for those that are not zero for all."""
     policies, metric = results["policies"], results["metric"]
     keys = []
-    for key in results["columns"]:
+    for key in HEADINGS:
         found = [policy["numbers"][key] for policy in policies.values() if policy["numbers"][key]]
         if any(number["value"] for number in found) or (found and key == metric):
             keys.append(key)
@@ -113,7 +125,7 @@ def policy_table(results):
     rows = [["Policy", "Tasks", "Episodes", *(heading(key, results) for key in keys)]]
     for name, policy in policies.items():
         counts = [f"{count:,}" for count in (results["tasks"], policy["episodes"])]
-        cells = [with_interval(policy["numbers"][key], results["columns"][key][1]) for key in keys]
+        cells = [with_interval(policy["numbers"][key], HEADINGS[key][1]) for key in keys]
         rows.append([name, *counts, *cells])
     return rows
 
@@ -123,7 +135,7 @@ def pair_table(results):
     rows = [["Comparison", "Number", "Difference", "Settled", "Won / lost / tied", "Win rate %",
              "Sign test p"]]
     metric = results["metric"]
-    for pair in sorted(results["pairs"], key=lambda pair: pair["metric"] != metric):
+    for pair in sorted(results["comparisons"], key=lambda pair: pair["metric"] != metric):
         ties = pair["tasks"] - pair["wins"] - pair["losses"]
         rows.append([
             f"{pair['policy']} − {pair['against']}",
@@ -139,6 +151,6 @@ def pair_table(results):
 
 def all_tables(results):
     tables = [policy_table(results)]
-    if results["pairs"]:
+    if results["comparisons"]:
         tables.append(pair_table(results))
     return tables

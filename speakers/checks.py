@@ -1,4 +1,4 @@
-"""What collect.py checks of its flags, prompts and tasks before a model loads."""
+"""What collect.py checks and fills in of its flags and prompts before a model loads."""
 
 from pathlib import Path
 
@@ -24,12 +24,23 @@ def refuse_unused(parser, args):
             parser.refuse_ignored(args, names, reason)
 
 
-def refuse_unplayable(args, tasks):
-    """Refuse names that can mean no speaker, tasks that nobody can judge or answer, and flags that
-    do nothing for them."""
+def settle(args, tasks, process):
+    """Fill in the flags that the tasks decide, and return their domain.
+
+    Refuses names that can mean no speaker, tasks that nobody can judge or answer, and flags that do
+    nothing for them.
+    """
     check_spec(args.agent)
     check_spec(args.human or "scripted")
     domain = one_domain(tasks)
+    args.num_tasks = len(tasks)  # recorded, so that a rerun cannot shrink the output
+    if all("toy" in task for task in tasks):  # also in a file
+        args.human = args.human or "scripted"
+        if domain.pages:
+            args.clip = args.clip or "none"
+    elif args.human == "scripted" and process.leads:
+        print("--human scripted answers every question with 'I do not know', so this is a dry run"
+              " of the stages")
     if domain.logged:
         raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
                          " expected tasks to play; --states samples candidates in logged episodes")
@@ -40,6 +51,7 @@ def refuse_unplayable(args, tasks):
     if args.human is None:
         raise SystemExit("found no --human, which these tasks need; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
+    return domain
 
 
 def read_prompts(args, tasks):

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from colbench import without_thoughts
+
 
 class Utterance(NamedTuple):
     text: str
@@ -33,6 +35,16 @@ class SpeakerError(Exception):
         self.refused = refused
 
 
+def spoken(party, text, advice):
+    """What a model says after its thoughts, which may reveal the solution; SpeakerError if they
+    never end."""
+    said = without_thoughts(text)
+    if said is None:
+        raise SpeakerError(f"{party}: found thoughts that never end, expected words after them;"
+                           f" {advice}")
+    return said
+
+
 class Speaker:
     """Answers conversations."""
 
@@ -50,10 +62,6 @@ class Speaker:
         `gather` (see speakers/pool.py).
         """
         raise NotImplementedError
-
-    def count_tokens(self, texts):
-        """How many tokens the texts have together; None where that is unknown."""
-        return None
 
 
 class SpeakerSettings(NamedTuple):

@@ -99,11 +99,6 @@ class LocalSpeaker(Speaker):
         if len(self.kept) > self.batch_size:
             del self.kept[next(iter(self.kept))]
 
-    def count_tokens(self, texts):
-        if not texts:  # which a tokenizer refuses
-            return 0
-        return sum(len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"])
-
     @torch.inference_mode()
     def _generate(self, prompts, caches, n, seeds):
         """The Samples, n for each prompt. `caches` (one for each prompt, or None) is emptied."""

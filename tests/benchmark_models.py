@@ -205,8 +205,8 @@ def with_reference(model, pairs):
 
 def policy_pairs(tokenizer, prompt, longest, draw):
     """Four pairs of one state, of eight candidates."""
-    candidates = [(text, True) for text in texts_of(longest, 8, draw)]
-    encoded = encode_candidates(tokenizer, messages_of(prompt, draw), candidates, MAX_LENGTH)
+    encoded = encode_candidates(tokenizer, messages_of(prompt, draw), texts_of(longest, 8, draw),
+                                [True] * 8, MAX_LENGTH)
     rows = [train_policy.Row(*one) for one in encoded]
     return list(zip(rows[:4], rows[4:], strict=True))
 
@@ -278,9 +278,9 @@ def stand_in_loss(model, batch):
     labels = batch["input_ids"][:, 1:][mask]
     picked = logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(-1)
     sums = torch.zeros(mask.shape).masked_scatter(mask, picked).sum(1)
-    losses, _, _ = train_policy.dpo_loss(
-        *sums.chunk(2), batch["ref_chosen_logps"], batch["ref_rejected_logps"], BETA)
-    return losses.mean()
+    chosen, rejected = sums.chunk(2)
+    return train_policy.dpo_loss(chosen - batch["ref_chosen_logps"],
+                                 rejected - batch["ref_rejected_logps"], BETA).mean()
 
 
 def trl_loss(model, tokenizer, folder):
@@ -356,7 +356,7 @@ def bench_scoring(world, quick, repeats):
     critic, task, messages, texts = open_critic(world, random.Random(1))
     seen = train_critic.critic_messages(task, messages)
     rows = [train_critic.Row(*one) for one in encode_candidates(
-        critic.tokenizer, seen, [(text, True) for text in texts], MAX_LENGTH)]
+        critic.tokenizer, seen, texts, [True] * len(texts), MAX_LENGTH)]
 
     @torch.no_grad()
     def peer():

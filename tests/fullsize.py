@@ -308,7 +308,7 @@ def rank(recipe, ledger, figures, watches):
     for tensor in (*critic.model.parameters(), *critic.reference.parameters()):
         ledger.see(tensor, "weights")
     ledger.begin("step")
-    critic.score(candidates(*recipe.tokens, 16))
+    critic.turn_advantages(candidates(*recipe.tokens, 16))
 
 
 def fp32_head(head):

@@ -11,7 +11,8 @@ from conftest import (
     byte_tokenizer, dialogue, episode, metrics, run_script, tiny_model, weights, write_episodes)
 
 import train_critic
-from colbench import encode_candidates, encode_dialogue, encode_within, states_of
+from collect import states_of
+from colbench import encode_candidates, encode_dialogue, encode_within
 from runtime.checkpoints import load_state, save_checkpoint, save_state
 from runtime.models import fp32_head, load_model
 from runtime.processes import Process
@@ -23,8 +24,8 @@ DIALOGUES = [
     dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"),
     dialogue("b", "one"),
 ]
-CANDIDATES = [("what is it?", True), ("x", False), ("tell me more about that", True),
-              ("I WANT TO ANSWER: def f(): pass", True)]
+TEXTS = ["what is it?", "x", "tell me more about that", "I WANT TO ANSWER: def f(): pass"]
+FINISHED = [True, False, True, True]
 ALONE = Process(0, 1, "cpu")
 
 
@@ -192,12 +193,12 @@ def test_a_turn_that_is_empty_because_it_was_cut_has_no_effect(texts):
 def test_each_candidate_is_a_plain_row_after_the_same_prompt():
     tokenizer = byte_tokenizer()
     messages = dialogue("the task", "a question", "its reply")
-    encoded = encode_candidates(tokenizer, messages, CANDIDATES, 8192)
+    encoded = encode_candidates(tokenizer, messages, TEXTS, FINISHED, 8192)
     start = encoded[0][1].index(0)
     prompt = encoded[0][0][:start]
     shown = tokenizer.decode(prompt)
     assert "the task" in shown and "a question" in shown and "its reply" in shown
-    for (ids, turn_index), (text, finished) in zip(encoded, CANDIDATES, strict=True):
+    for (ids, turn_index), text, finished in zip(encoded, TEXTS, FINISHED, strict=True):
         assert ids[:start] == prompt
         assert turn_index == [-1] * start + [0] * (len(ids) - start)
         assert tokenizer.decode(ids[start:]) == text + ("<end>" if finished else "")
@@ -209,8 +210,8 @@ def test_each_candidate_is_a_plain_row_after_the_same_prompt():
 
 def test_candidates_that_do_not_fit_after_their_prompt_are_no_rows():
     tokenizer = byte_tokenizer()
-    assert encode_candidates(tokenizer, dialogue("t"), CANDIDATES, 80)
-    assert encode_candidates(tokenizer, dialogue("t" * 100), CANDIDATES, 80) is None
+    assert encode_candidates(tokenizer, dialogue("t"), TEXTS, FINISHED, 80)
+    assert encode_candidates(tokenizer, dialogue("t" * 100), TEXTS, FINISHED, 80) is None
 
 
 def test_the_critic_reads_the_solution_before_the_request_and_only_if_it_is_to():
@@ -514,10 +515,10 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
     texts = ("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x")
     whole = episode("t", 1.0, texts=texts)
     single = []
-    for _, turn, messages in states_of([whole]):
-        text = whole["dialogue_history"][2 * turn + 1]["content"]
-        single += critic.advantages(whole["task"], messages, [text], [True])
-    together = critic.score([critic.dialogue(whole)])[0].tolist()
+    for state in states_of([whole]):
+        text = whole["dialogue_history"][2 * state["turn"] + 1]["content"]
+        single += critic.advantages(whole["task"], state["messages"], [text], [True])
+    together = critic.turn_advantages([critic.dialogue(whole)])[0].tolist()
     assert together == pytest.approx(single, abs=1e-5) and len(single) == 3
 
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 import evaluate
+from formats.policies import read_policies
 from formats.read import load_episodes
 from runtime.verdict import policy_table
 
@@ -96,9 +97,9 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
 
 def test_one_task_gives_counts_no_interval_and_shares_one_that_other_tasks_could_leave_wide(
         tmp_path, capsys):
-    rows = [episode(0, sample, reward=sample % 2, agent_tokens=sample) for sample in range(12)]
+    rows = [episode(0, sample, reward=sample % 2) for sample in range(12)]
     numbers = numbers_of(tmp_path, rows=rows)
-    for key in ("turns", "tokens"):
+    for key in ("turns", "words"):
         assert numbers[key]["low"] is None and numbers[key]["high"] is None
     assert numbers["success"]["low"] < 0.2 < 0.8 < numbers["success"]["high"]
     assert "1.0 [–]" in capsys.readouterr().out
@@ -141,7 +142,7 @@ def test_sign_test_stays_exact_for_thousands_of_tasks():
 
 def test_every_policy_is_compared_with_the_first_on_success_and_reward(tmp_path):
     rows = [episode(task) for task in range(3)]
-    pairs = evaluated(tmp_path, a=rows, b=rows, c=rows)["pairs"]
+    pairs = evaluated(tmp_path, a=rows, b=rows, c=rows)["comparisons"]
     assert [(pair["policy"], pair["against"], pair["metric"]) for pair in pairs] == [
         ("b", "a", "success"), ("b", "a", "reward"), ("c", "a", "success"), ("c", "a", "reward")]
 
@@ -151,7 +152,7 @@ def test_paired_difference_is_far_narrower_than_the_unpaired_one(tmp_path):
     left = [episode(task, reward=float(value)) for task, value in enumerate(easy)]
     right = [episode(task, reward=float(value) * 0.9) for task, value in enumerate(easy)]
     results = evaluated(tmp_path, base=right, p=left)
-    pair = next(pair for pair in results["pairs"] if pair["metric"] == "reward")
+    pair = next(pair for pair in results["comparisons"] if pair["metric"] == "reward")
     alone = results["policies"]["p"]["numbers"]["reward"]
     paired = pair["difference"]
     assert paired["value"] == pytest.approx(easy.mean() / 10)
@@ -196,7 +197,7 @@ def test_pages_are_compared_by_reward_and_ties_count_half(tmp_path):
                 for task, cosine in enumerate(cosines)]
 
     results = evaluated(tmp_path, theirs=pages(0.8, 0.6, 0.7), ours=pages(0.9, 0.5, 0.7))
-    (pair,) = results["pairs"]
+    (pair,) = results["comparisons"]
     assert pair["metric"] == "reward" and pair["win_rate"]["value"] == 0.5
     assert results["policies"]["ours"]["numbers"]["success"] is None
     assert "Similarity × 100" in (tmp_path / "out/results.md").read_text()
@@ -223,18 +224,9 @@ def test_success_without_leaks_omits_leaking_episodes(tmp_path):
     numbers = numbers_of(tmp_path, rows=rows)
     values = [numbers[key]["value"] for key in ("success", "leaking", "clean_success")]
     assert values == [0.5, 0.5, 0.0]
-    numbers = numbers_of(tmp_path, "--leak_threshold", "0.3", rows=rows)
+    numbers = numbers_of(tmp_path, rows=rows[:1])
     assert numbers["leaking"]["value"] == 1.0
     assert numbers["clean_success"] is None
-
-
-def test_tokens_are_used_only_if_every_episode_has_them(tmp_path):
-    both = evaluated(tmp_path, p=[episode(0, agent_tokens=7), episode(1, agent_tokens=9)])
-    mixed = evaluated(tmp_path, p=[episode(0, agent_tokens=7), episode(1)])
-    assert both["in_tokens"] is True
-    assert both["policies"]["p"]["numbers"]["tokens"]["value"] == 8
-    assert mixed["in_tokens"] is False
-    assert mixed["policies"]["p"]["numbers"]["tokens"]["value"] == 2
 
 
 @pytest.mark.parametrize("text, lacks", [
@@ -264,7 +256,7 @@ def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path,
     numbers = results["policies"]["b"]["numbers"]
     assert numbers["reward"] == {"value": 40.0, "low": 40.0, "high": 40.0}  # no limits to reach for
     assert numbers["success"] is numbers["no_answer"] is None
-    assert (numbers["turns"]["value"], numbers["tokens"]["value"]) == (2, 3)
+    assert (numbers["turns"]["value"], numbers["words"]["value"]) == (2, 3)
     assert results["leads"][0]["difference"] == {"value": 43.0, "low": 43.0, "high": 43.0}
     printed = capsys.readouterr().out
     assert printed.startswith("b wins: b reaches 4000.0 [4000.0, 4000.0] (Reward × 100)")
@@ -282,15 +274,15 @@ def test_a_name_given_again_is_another_seed(tmp_path):
              for seed in (0, 1)]
     results = evaluated(tmp_path, *(f"p={file}" for file in files))
     policy = results["policies"]["p"]
-    assert policy["seeds"] == 2 and policy["success_by_seed"] == [0.0, 1.0]
+    assert policy["seeds"] == 2
     assert policy["numbers"]["success"] == {"value": 0.5, "low": 0.0, "high": 1.0}
-    assert results["pairs"] == results["leads"] == []
+    assert results["comparisons"] == results["leads"] == []
 
 
 @pytest.mark.parametrize("spec", ["a/b.jsonl", "=a.jsonl", "name="])
 def test_a_file_without_a_name_is_refused(spec):
     with pytest.raises(SystemExit, match=f"found {spec}, expected NAME=FILE; put a name"):
-        evaluate.read_policies([spec])
+        read_policies([spec])
 
 
 def test_other_tasks_are_refused_and_named(tmp_path):
@@ -373,7 +365,7 @@ def test_policies_that_mostly_give_no_answer_are_named(tmp_path, capsys):
 
 def test_all_errors_still_give_a_table_but_no_share_and_no_exit_status_0(tmp_path, capsys):
     rows = [failed(task, "human: HTTP 404\n\x1b[2J") for task in range(3)]
-    with pytest.raises(SystemExit, match="every dialogue of p was stopped by an error; expected"):
+    with pytest.raises(SystemExit, match="an error stopped every dialogue of p; expected"):
         numbers_of(tmp_path, rows=rows)
     results = json.loads((tmp_path / "out/results.json").read_text())
     numbers = results["policies"]["p"]["numbers"]
@@ -438,13 +430,6 @@ def test_same_seed_gives_the_same_files_byte_for_byte_and_md_holds_what_is_print
                         for name in ("results.json", "results.md")])
     assert written[0] == written[1]
     assert capsys.readouterr().out.endswith(written[0][1])
-
-
-@pytest.mark.parametrize("flag, value", [
-    ("draws", 99), ("seed", -1), ("leak_threshold", 0), ("leak_threshold", 1.5)])
-def test_a_flag_out_of_bounds_is_refused(flag, value):
-    with pytest.raises(SystemExit, match=f"found --{flag} {value}"):
-        evaluate.parse_args(["a=e", "--output", "o", f"--{flag}", str(value)])
 
 
 def test_importing_evaluate_loads_no_model_library():

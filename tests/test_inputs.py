@@ -30,7 +30,7 @@ import collect
 import evaluate
 import train_critic
 import train_policy
-from colbench import encode_dialogue, encode_prompt, render, states_of
+from colbench import encode_dialogue, encode_prompt, render
 from formats.read import (
     complete_task, group_by_task, load_episodes, read_candidates, read_episodes, read_tasks)
 from runtime import checkpoints
@@ -63,8 +63,7 @@ def sound_row(kind):
     if kind == "task":
         return whole["task"] | {"hidden_information": "h"}
     if kind == "episode":
-        whole |= {"reasons": {"a": "passed"}, "agent": "x", "human": "y", "seed": 0,
-                  "agent_tokens": 7}
+        whole |= {"reasons": {"a": "passed"}, "agent": "x", "human": "y", "seed": 0}
         whole["dialogue_history"][1] |= {"output": "raw", "finished": True}
         return whole
     return {"task": whole["task"], "sample": 0, "turn": 1, "agent_prompt": "", "ranker": "me",
@@ -146,7 +145,7 @@ def use_episodes(path):
     groups = group_by_task(episodes).values()
     for rule in ("all", "best_vs_rest"):
         train_critic.dialogue_pairs(TOKENIZER, groups, rule, 0.0, 400, "ground_truth")
-    list(states_of(episodes))
+    list(collect.states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, draws=100)
 
 
@@ -278,7 +277,7 @@ VALUES = [
 ]
 MAY_BE_ZERO = (
     "holdout", "nll", "beta", "lr", "margin", "seed", "temperature", "human_temperature",
-    "leak_threshold", "lora_rank", "save_minutes", "states_fraction",
+    "lora_rank", "save_minutes", "states_fraction",
     "checkpointing_every",
 )
 

@@ -153,7 +153,7 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
     (log_line(messages=log_line()["messages"][::-1]), "before the first user message"),
     (log_line(messages=[{"role": "user", "content": None}]), "messages[0] of role user whose"),
     (log_line(messages=[{"role": "user", "content": "hi"}, {
-        "role": "assistant", "content": None, "tool_calls": [{"id": 7}]}]), "whose tool_calls lack"),
+        "role": "assistant", "content": None, "tool_calls": [{}]}]), "whose tool_calls lack"),
     (log_line(messages=["hi"], task=[]), "messages[0] without a role"),
 ])
 def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_written(

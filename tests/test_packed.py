@@ -17,8 +17,9 @@ FAMILIES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False
 
 
 def candidate_rows(request, texts):
-    candidates = [(text, len(text) % 2 == 0) for text in texts]
-    return [Row(*one) for one in encode_candidates(TOKENIZER, dialogue(request), candidates, 8192)]
+    finished = [len(text) % 2 == 0 for text in texts]
+    return [Row(*one) for one in encode_candidates(TOKENIZER, dialogue(request), texts, finished,
+                                                   8192)]
 
 
 def random_rows(seed):
@@ -109,7 +110,7 @@ def test_no_candidate_sees_another():
 
 
 def test_only_the_same_prompt_is_shared_wherever_its_candidates_stand():
-    one, other = candidate_rows("one state", "ab"), candidate_rows("two state", "ab")
+    one, other = candidate_rows("one state", ["a", "b"]), candidate_rows("two state", ["a", "b"])
     assert one[0].turn_index == other[0].turn_index  # of the same length, but another text
     mixed = [one[0], other[0], one[1], other[1]]
     assert packed.pack_rows(mixed, 8192) == [one, other]

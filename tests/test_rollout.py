@@ -3,6 +3,7 @@
 Run: pytest tests/test_rollout.py
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -75,24 +76,6 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
     order, episodes = played(agent, human, HeldJudge(), 10, 3, last=slow.open)
     assert order[-1] == 0 and sorted(order) == list(range(10))
     assert all(found["turns"] == 3 and not found["error"] for found in episodes)
-
-
-@pytest.mark.parametrize("what", ["grade", "view"])
-@pytest.mark.parametrize("kind_of_party", [Served, Local])
-def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(
-        monkeypatch, what, kind_of_party):
-    judge = HeldJudge(lambda kind, task: kind == what and INDEX[task["task_id"]] == 0)
-    view = DOMAINS["backend"].human_view
-
-    def drawn_view(task, history, prompt, judge):
-        judge.picture(task)
-        return view(task, history, prompt, judge)
-
-    domain = DOMAINS["backend"]._replace(pages=True, human_view=drawn_view)
-    monkeypatch.setitem(DOMAINS, "backend", domain)
-    agent, human = kind_of_party(asker(lambda key: 3)), kind_of_party(human_line)
-    order, _ = played(agent, human, judge, 10, 3, last=judge.open)
-    assert order[-1] == 0 and sorted(order) == list(range(10))
 
 
 # -----------------------------------------------------------------------------
@@ -171,6 +154,39 @@ def collect_with(monkeypatch, output, agent, human, count=20, in_flight=4):
         "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
         "--agent", "scripted", "--batch_size", str(in_flight), "--output", str(output)])
     return within(lambda: collect.collect_episodes(args, ALONE), 60)
+
+
+class LastIsFirst(HeldJudge):
+    """What it does of `what` for the first task takes until all others have their grades."""
+
+    def __init__(self, what, count):
+        super().__init__(lambda kind, task: kind == what and INDEX[task["task_id"]] == 0)
+        self.order, self.count = [], count
+
+    def grade(self, task, answer):
+        found = super().grade(task, answer)
+        self.order.append(INDEX[task["task_id"]])
+        if len(self.order) == self.count - 1:
+            self.open()
+        return found
+
+
+@pytest.mark.parametrize("what", ["grade", "view"])
+@pytest.mark.parametrize("kind_of_party", [Served, Local])
+def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(
+        tmp_path, monkeypatch, what, kind_of_party):
+    judge, view = LastIsFirst(what, 10), DOMAINS["backend"].human_view
+
+    def drawn_view(task, history, prompt, judge):
+        judge.picture(task)
+        return view(task, history, prompt, judge)
+
+    monkeypatch.setitem(DOMAINS, "backend", DOMAINS["backend"]._replace(
+        human_view=drawn_view, open_judge=lambda settings: contextlib.nullcontext(judge)))
+    agent, human = kind_of_party(asker(lambda key: 3)), kind_of_party(human_line)
+    episodes = collect_with(monkeypatch, tmp_path / "e.jsonl", agent, human, 10, 3)
+    assert judge.order[-1] == 0 and sorted(judge.order) == list(range(10))
+    assert not any(found["error"] for found in episodes)
 
 
 def rows_under(folder):

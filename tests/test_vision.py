@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from test_browser import needs_chromium
 
 import variants.sight
-from colbench import agent_messages, encode_prompt, human_page_view, image_part, states_of
+from collect import states_of
+from colbench import agent_messages, encode_prompt, human_page_view, image_part
 from formats.read import complete_episode, read_episodes
 from runtime import checkpoints
 from runtime.models import load_model
@@ -230,7 +231,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     sight = reopened.reader.sight
     task = page_task()
     episode = page_episode(task, ["one page", "another <|image_pad|>", "the last"], 0.5)
-    scores = reopened.score([reopened.dialogue(episode)])[0].tolist()
+    scores = reopened.turn_advantages([reopened.dialogue(episode)])[0].tolist()
 
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
@@ -269,10 +270,11 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
     reopened, _ = critic
     episode = page_episode(page_task(), ["one page", "another", "the last"], 0.5)
     single = []
-    for _, turn, messages in states_of([episode]):
-        text = episode["dialogue_history"][2 * turn + 1]["content"]
-        single += reopened.advantages(episode["task"], messages, [text], [turn < 2])
-    scores = reopened.score([reopened.dialogue(episode)])[0].tolist()
+    for state in states_of([episode]):
+        text = episode["dialogue_history"][2 * state["turn"] + 1]["content"]
+        single += reopened.advantages(episode["task"], state["messages"], [text],
+                                      [state["turn"] < 2])
+    scores = reopened.turn_advantages([reopened.dialogue(episode)])[0].tolist()
     assert scores == pytest.approx(single, abs=1e-4)
 
 

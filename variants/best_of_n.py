@@ -30,13 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collect import collect_episodes, collect_parser, open_agent
 from collect import parse_args as check_args
-from colbench import without_thoughts
 from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import read_flags
 from speakers import load_speaker
 from speakers.fill import report
-from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
+from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings, spoken
 from speakers.pool import gather
 from variants.value_critic import OF_CRITICS, open_critic
 
@@ -58,9 +57,6 @@ class BestOfN(Speaker):
     def given_up(self):
         return self.agent.given_up or self.choice.given_up
 
-    def count_tokens(self, texts):
-        return self.agent.count_tokens(texts)
-
 
 class CriticChoice:
     """The candidate of the greatest advantage."""
@@ -72,8 +68,9 @@ class CriticChoice:
 
     def best(self, request, candidates):
         """Its index; 0 where the state is too long for the critic."""
-        texts = [candidate.text for candidate in candidates]
-        finished = [candidate.finished for candidate in candidates]
+        distinct = list(dict.fromkeys(candidates))  # equal ones are computed once
+        texts = [candidate.text for candidate in distinct]
+        finished = [candidate.finished for candidate in distinct]
         # a critic computes where models do
         advantages = gather(self.advantages, (request.task, request.messages, texts, finished))
         if advantages is None:
@@ -81,7 +78,7 @@ class CriticChoice:
         # an empty message must never win, whatever the advantage of its end-of-turn token is
         advantages = [value if text.strip() else -math.inf
                       for text, value in zip(texts, advantages, strict=True)]
-        return advantages.index(max(advantages))
+        return candidates.index(distinct[advantages.index(max(advantages))])
 
     def advantages(self, states):
         return [self.critic.advantages(*state) for state in states]
@@ -112,10 +109,7 @@ class GraderChoice:
             answer = self.speaker.reply(Request([{"role": "user", "content": question}]))
         except SpeakerError as error:  # the first candidate would pass for the best of N
             raise SpeakerError(f"grader: {error}") from None
-        said = without_thoughts(answer[0].text)
-        if said is None:
-            raise SpeakerError("grader: found thoughts that never end, expected a number after"
-                               " them; turn the model's thinking off")
+        said = spoken("grader", answer[0].text, "turn the model's thinking off")
         number = re.search(r"\d+", said)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
@@ -133,7 +127,7 @@ def main(args):
         read_flags(args.critic, OF_CRITICS)
     process = join_processes()
     notes = {"best_of_n": args.n, "scorer": args.critic}
-    episodes = collect_episodes(args, process, open_best_of_n, notes)
+    episodes = collect_episodes(args, process, open_best_of_n, notes, [args.critic])
     if process.leads:
         report(episodes, args)
 

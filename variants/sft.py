@@ -69,8 +69,8 @@ def main(args):
     batches = plan_batches([rows], args.epochs, args.batch_size, "pairs", args.seed)
     steps = run.plan(len(batches))
     for step in range(run.resume(model, optimizer), steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(batches), args.lr)
+        lr = learning_rate(step, len(batches), args.lr)
+        optimizer.param_groups[0]["lr"] = lr
         batch = sorted(batches[step], key=lambda row: row.last_turn_start)
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = supervised_objective(model, mine, mean_tokens)
@@ -79,7 +79,7 @@ def main(args):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
+        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer, custom_prompt(chosen))
 

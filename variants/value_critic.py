@@ -31,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from colbench import agent_view, encode_candidates, encode_dialogue, encode_within, first_request
+from formats.outcome import why_no_pair
 from formats.read import group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser
 from runtime.models import (
@@ -75,10 +76,10 @@ class Reader:
             row.outcome = float(episode["success"])
         return row
 
-    def candidates(self, task, messages, candidates):
-        """A row for each (text, finished) candidate; None if they do not fit."""
+    def candidates(self, task, messages, texts, finished):
+        """A row for each candidate; None if they do not fit."""
         def encode(tokenizer, messages, max_length):
-            return encode_candidates(tokenizer, messages, candidates, max_length)
+            return encode_candidates(tokenizer, messages, texts, finished, max_length)
 
         return self._rows(task, messages, encode)
 
@@ -144,7 +145,7 @@ def value_loss(logits, outcomes, exists):
 
 def value_objective(model, pairs):
     """Each turn of both dialogues predicts the outcome: name -> (B,)."""
-    rows = [better for better, _ in pairs] + [worse for _, worse in pairs]  # R = 2 B
+    rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
     logits, exists = turn_values(model, rows)  # (R, S) each
     outcomes = torch.tensor([row.outcome for row in rows]).to(logits)
     chosen, rejected = value_loss(logits, outcomes, exists).chunk(2)  # (B,) each
@@ -171,10 +172,29 @@ def dialogue_pairs(reader, groups, rule, margin):
     return pairs_of_tasks, too_long
 
 
+def read_pairs(reader, args, run):
+    """(pairs of rows to train on, one list per task; the pairs held out)."""
+    episodes, failed = load_episodes(args.episodes)
+    by_task = group_by_task(episodes)
+    groups, too_long = dialogue_pairs(reader, by_task.values(), args.pairs, args.margin)
+    pairs_of = dict(zip(by_task, groups, strict=True))
+    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
+    groups = [pairs_of[task_id] for task_id in train_tasks]
+    held_out = [pair for task_id in held_out_tasks for pair in pairs_of[task_id]]
+    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
+            f" {sum(map(len, groups))} pairs, {len(held_out)} pairs held out; {too_long} episodes"
+            f" omitted, since their last turn does not fit in --max_length {args.max_length}")
+    if not any(groups):
+        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
+                         f" of one task to train on, and {len(held_out)} held out; expected at"
+                         f" least one. {why_no_pair(by_task.values(), held_out, args.max_length)}")
+    return groups, held_out
+
+
 def main(args):
     if args.episodes:
         if args.candidates:
-            read_candidates(args.candidates)  # what cannot be ranked stops before the training
+            read_candidates(args.candidates)  # a bad file is refused before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -186,25 +206,9 @@ def train(args):
         return
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
-    episodes, failed = load_episodes(args.episodes)
-    by_task = group_by_task(episodes)
-    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
-
-    def pairs_of(task_ids):
-        return dialogue_pairs(reader, [by_task[task_id] for task_id in task_ids], args.pairs,
-                              args.margin)
-
-    groups, too_long = pairs_of(train_tasks)
-    pairs = [pair for group in groups for pair in group]
-    held_out = [pair for group in pairs_of(held_out_tasks)[0] for pair in group]
-    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {len(pairs)} pairs, {len(held_out)} pairs held out; {too_long} episodes omitted,"
-            f" since their last turn does not fit in --max_length {args.max_length}")
-    if not pairs:
-        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         " of one task, expected at least one; collect more episodes of each task,"
-                         " or try --pairs all, a smaller --margin or a greater --max_length")
-    run.refuse_other_data([row.ids for pair in pairs + held_out for row in pair])
+    groups, held_out = read_pairs(reader, args, run)
+    pairs = [pair for group in groups for pair in group] + held_out
+    run.refuse_other_data([row.ids for pair in pairs for row in pair])
 
     if reader.sight:
         model = open_to_train(args, run, vision_value_class(args.model))
@@ -214,10 +218,10 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps, epoch = run.plan(len(batches)), len(batches) // args.epochs
+    steps = run.plan(len(batches))
     for step in range(run.resume(model, optimizer), steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(batches), args.lr)
+        lr = learning_rate(step, len(batches), args.lr)
+        optimizer.param_groups[0]["lr"] = lr
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = value_objective(model, mine)
@@ -226,11 +230,11 @@ def train(args):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if held_out and ((step + 1) % epoch == 0 or step + 1 == steps):
+        if (step + 1) % (len(batches) // args.epochs) == 0 or step + 1 == steps:
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     run.add("holdout", value_objective(model, mine), weight / len(held_out))
-        run.log(step, {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": norm})
+        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, reader.sight.processor if reader.sight else reader.tokenizer)
 
@@ -253,21 +257,18 @@ class ValueCritic:
 
     def advantages(self, task, messages, texts, finished):
         """One value a text, as the next turn after `messages`; None if they are too long."""
-        candidates = [(text.strip(), done) for text, done in zip(texts, finished, strict=True)]
-        distinct = list(dict.fromkeys(candidates))  # equal texts are computed once
-        rows = self.reader.candidates(task, messages, distinct)
+        texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
+        rows = self.reader.candidates(task, messages, texts, finished)
         if rows is None:
             return None
-        values = self.score(rows)[:, 0].tolist()  # a candidate is one turn
-        of_candidate = dict(zip(distinct, values, strict=True))
-        return [of_candidate[candidate] for candidate in candidates]
+        return self.turn_advantages(rows)[:, 0].tolist()  # a candidate is one turn
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         return self.reader.dialogue(episode)
 
     @torch.no_grad()
-    def score(self, rows):
+    def turn_advantages(self, rows):
         """The value of each turn of the rows, (R, S)."""
         values, _ = turn_values(self.model, rows)  # (R, S)
         if not values.isfinite().all():
