@@ -33,7 +33,7 @@ import typing
 from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, BackendJudge
-from runtime.checks import expect, without_nulls
+from runtime.files import expect, without_nulls
 from runtime.templates import UnnestedTemplate, end_of_turn, render
 
 # -----------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """The commands of colbench.py: check, import, show, websight."""
 
 import argparse
-import os
 
 from formats.check import check_tasks
 from formats.logs import import_command
 from formats.read import read_tasks
 from formats.websight import websight
+from runtime.processes import launch
 
 
 def main(description, argv=None):
@@ -34,14 +34,7 @@ def main(description, argv=None):
     convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
     convert.add_argument("train", help="task file for the first 10,000 rows")
     convert.add_argument("test", nargs="?", help="task file for the rows after them")
-    args = parser.parse_args(argv)
-    try:
-        run_command(args)
-    except BrokenPipeError:
-        os._exit(141)  # whoever read the output, such as `head`, has seen enough
-    except OSError as error:
-        raise SystemExit(f"The disk or a file failed: {error}; expected files that can be read and"
-                         " folders that can be written to") from None
+    launch(run_command, parser.parse_args(argv))
 
 
 def run_command(args):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from colbench import DOMAINS, one_domain
 from formats.outcome import leak_share
-from runtime.checks import expect, without_nulls
-from runtime.files import ResumableJsonl, read_jsonl
+from runtime.files import ResumableJsonl, expect, read_jsonl, without_nulls
 
 NUMBER = (int, float)
 TASK_KEYS = {"problem_description": str, "ground_truth": str}
@@ -21,7 +20,7 @@ EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 EPISODE_OPTIONS = {
     "sample": int, "answer": str, "reward": NUMBER, "success": bool, "reasons": dict,
     "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str,
-    "max_turns": int, "seed": int, "error": str, "advantages": list, "credits": list,
+    "max_turns": int, "seed": int, "error": str,
 }
 STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
 CANDIDATE_KEYS = {"candidates": list, "finished": list}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from judge.pages import official_addresses
-from runtime.checks import expect
+from runtime.files import expect
 from runtime.files import read_jsonl, write_jsonl
 
 TRAIN_ROWS = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones

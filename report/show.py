@@ -10,7 +10,7 @@ import textwrap
 from formats.read import group_by_task, read_episodes
 from runtime.text import counted, harmless
 
-BOLD, FAINT, BLUE, ORANGE, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[34m", "\x1b[33m", "\x1b[0m"
+BOLD, FAINT, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def show_command(args):
@@ -50,8 +50,10 @@ def episode_parts(episode):
     for message in episode["dialogue_history"]:
         text = message.get("output") or message["content"]
         if message["role"] == "assistant":
-            parts += [(f"agent {turn + 1}", text, ""), *turn_notes(episode, turn, message)]
             turn += 1
+            parts.append((f"agent {turn}", text, ""))
+            if message.get("finished") is False:
+                parts.append(("", "[cut at the token limit]", FAINT))
         else:
             speaker = "human" if message["role"] == "user" else message["role"]
             parts.append((speaker, text, FAINT))
@@ -71,20 +73,6 @@ def outcome_of(episode):
     if episode["success"] is not None:
         outcome += "solved, " if episode["success"] else "not solved, "
     return f"{outcome}reward {episode['reward']:.3f}"
-
-
-def turn_notes(episode, turn, message):
-    """What the episode carries on an agent turn: the critic's advantage, the toy's true credit."""
-    notes, style = [], FAINT
-    advantages, credits = episode.get("advantages") or [], episode.get("credits") or []
-    if turn < len(advantages) and isinstance(advantages[turn], (int, float)):
-        notes.append(f"advantage {advantages[turn]:+.3f}")
-        style = BLUE if advantages[turn] > 0 else ORANGE
-    if turn < len(credits):
-        notes.append(f"true credit: {credits[turn]}")
-    if message.get("finished") is False:
-        notes.append("cut at the token limit")
-    return [("", f"[{'; '.join(notes)}]", style)] if notes else []
 
 
 def counted_reasons(reasons):

@@ -91,6 +91,19 @@ def merge(old, new):
     return {name: old.get(name, {}) | new.get(name, {}) for name in [*old, *new]}
 
 
+def texts_of(outcomes):
+    """The outcomes as the file has them: a text for each policy and seed."""
+    return {name: {seed: " ".join(f"{number:g}" for number in numbers)
+                   for seed, numbers in seeds.items()} for name, seeds in outcomes.items()}
+
+
+def numbers_of(table):
+    """The outcomes of a file that holds such texts."""
+    return {name: {seed: [float(number) for number in numbers.split()]
+                   for seed, numbers in seeds.items()}
+            for name, seeds in table.get("outcomes", {}).items()}
+
+
 def tabulate(outcomes):
     """(means, differences): name -> number with its interval, and the seeds that it is of."""
     counts = {len(numbers) for seeds in outcomes.values() for numbers in seeds.values()}
@@ -121,10 +134,7 @@ def tabulate(outcomes):
 
 def main(args):
     old = json.loads(args.output.read_text()) if args.output.exists() else {}
-    written = {name: {seed: [float(number) for number in numbers.split()]
-                      for seed, numbers in seeds.items()}
-               for name, seeds in old.get("outcomes", {}).items()}
-    found = merge(written, read_outcomes(args.root))
+    found = merge(numbers_of(old), read_outcomes(args.root))
     outcomes = {name: found[name] for name in POLICIES if name in found}
     aucs = merge(old.get("credit_auc", {}), read_aucs(args.root))
     means, differences = tabulate(outcomes)
@@ -141,9 +151,8 @@ def main(args):
             print(f"{left} - {right}:"
                   f" {with_interval(differences[f'{left} - {right}'], 100, sign='+')}")
 
-    texts = {name: {seed: " ".join(f"{number:g}" for number in numbers)
-                    for seed, numbers in seeds.items()} for name, seeds in outcomes.items()}
-    table = {"means": means, "differences": differences, "credit_auc": aucs, "outcomes": texts}
+    table = {"means": means, "differences": differences, "credit_auc": aucs,
+             "outcomes": texts_of(outcomes)}
     args.output.write_text(json.dumps(table, indent=1) + "\n")
 
 

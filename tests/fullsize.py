@@ -207,14 +207,14 @@ def replace_parts(ledger, built):
     ShardingPropagator._fake_mode_lock = mock.patch.object(ledger, "planning", True)
 
 
-def dialogue(tokens, agent, turns=6):
-    """A row whose agent turns are evenly spread over it."""
+def dialogue(token, tokens, agent, turns=6):
+    """A row of one token, whose agent turns are evenly spread over it."""
     length = tokens // turns
     own = int(length * agent)
     turn_index = [-1] * (tokens - turns * length)
     for turn in range(turns):
         turn_index += [-1] * (length - own) + [turn] * own
-    return Row([1] * tokens, turn_index)
+    return Row([token] * tokens, turn_index)
 
 
 def candidates(prompt, tokens, count):
@@ -226,7 +226,8 @@ def entry(recipe):
     """What a micro-batch has: a pair or, for rejection fine-tuning, a row."""
     if recipe.stage == "policy":
         return tuple(candidates(*recipe.tokens, 2))
-    rows = [dialogue(tokens, recipe.agent) for tokens in recipe.tokens]
+    rows = [dialogue(token, tokens, recipe.agent)  # equal rows would be computed once
+            for token, tokens in enumerate(recipe.tokens, 1)]
     return rows[0] if recipe.stage == "rft" else tuple(rows)
 
 

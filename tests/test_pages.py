@@ -133,7 +133,7 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, m
 
 def test_websight_that_cannot_write_ends_with_a_sentence(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"llm_generated_idea": "idea", "text": "page"}')
-    with pytest.raises(SystemExit, match="failed: .*rows.jsonl.*expected"):
+    with pytest.raises(SystemExit, match="failed: .*rows.jsonl.*Mend this"):
         main(["websight", f"{tmp_path}/rows.jsonl", f"{tmp_path}/rows.jsonl/train.jsonl"])
 
 

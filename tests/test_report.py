@@ -147,7 +147,7 @@ def write_report(folder, *flags, **policies):
     files = [f"{name}={write_lines(folder / f'{name}.jsonl', rows)}"
              for name, rows in policies.items()]
     report = folder / "report.html"
-    make_report(*files, "--output", report, "--draws", "200", *flags)
+    make_report(*files, "--output", report, *flags)
     return report
 
 
@@ -382,7 +382,7 @@ def cells_of(browser, table):
 
 def test_tables_show_the_numbers_of_evaluate(browser, report, tmp_path):
     files = [f"{name}={report.with_name(name + '.jsonl')}" for name in ("ours", "theirs")]
-    done = run_script("evaluate.py", *files, "--output", tmp_path, "--draws", 200)
+    done = run_script("evaluate.py", *files, "--output", tmp_path)
     tables = [[line.strip("| ").split("|") for line in table.splitlines()]
               for table in (tmp_path / "results.md").read_text().split("\n\n")]
     browser.open(report.as_uri())
@@ -394,7 +394,7 @@ def test_tables_show_the_numbers_of_evaluate(browser, report, tmp_path):
     assert browser.each("#sentences p", "e.textContent") == said.split("\n")
     assert "backend · 6 tasks · 12 episodes" in browser.text("#subtitle")
     assert "unsolvable" not in browser.text("#subtitle")
-    assert "95 % intervals over tasks, 200 bootstrap draws" in browser.text("#subtitle")
+    assert "95 % intervals over tasks, 2,000 bootstrap draws" in browser.text("#subtitle")
 
 
 # -----------------------------------------------------------------------------
@@ -765,19 +765,19 @@ def test_too_much_omits_screenshots_first_then_whole_tasks():
     run = [episode(task, 0, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None)
            for task in range(10)]
     policies = {"p": [run]}
-    whole, size = unpacked(policies, 0.5, 10**6)
+    whole, size = unpacked(policies, 10**6)
     assert len(whole["pictures"]) == 10 and whole["omitted"] == {"episodes": 0, "screenshots": 0}
-    tight, tight_size = unpacked(policies, 0.5, size - 8000)
+    tight, tight_size = unpacked(policies, size - 8000)
     assert tight["omitted"]["episodes"] == 0 < tight["omitted"]["screenshots"] < 10
     assert len(tight["tasks"]) == 10 and tight_size <= size - 8000
-    tiny, tiny_size = unpacked(policies, 0.5, 650)
+    tiny, tiny_size = unpacked(policies, 650)
     assert 0 < tiny["omitted"]["episodes"] < 10 and tiny["pictures"] == [] and tiny_size <= 650
 
 
 def test_a_picture_that_many_episodes_share_is_stored_once():
     run = [episode(task, 0, screenshot="A", solution_screenshot="B", error=None)
            for task in range(3)]
-    data, _ = unpacked({"p": [run]}, 0.5, 10**6)
+    data, _ = unpacked({"p": [run]}, 10**6)
     assert data["pictures"] == ["A", "B"]
 
 
@@ -837,7 +837,6 @@ def test_a_run_whose_candidates_are_gone_has_no_examples_but_all_else(tmp_path):
     ("--output r.html", "found neither episodes nor --metrics"),
     ("a=e.jsonl --output r.json", "found --output r.json, expected FILE.html"),
     ("--metrics m=m.jsonl --critic c --output r.html", "found --critic c, which is ignored"),
-    ("a=e.jsonl --draws 9 --output r.html", "found --draws 9"),
     ("pairs r.jsonl --pairs_per_state 0 --output p", "found --pairs_per_state 0"),
 ])
 def test_a_command_that_cannot_be_meant_is_refused(words, found):

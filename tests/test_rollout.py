@@ -22,7 +22,7 @@ from formats.read import load_episodes, read_candidates
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
-from runtime.progress import Progress
+from speakers.fill import Progress
 
 ALONE = Process(0, 1, "cpu")
 

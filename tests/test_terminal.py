@@ -13,9 +13,8 @@ from conftest import ROOT, dialogue, episode, run_script
 import colbench
 from judge import sandbox
 from runtime.processes import Process
-from runtime.progress import Progress
 from runtime.training import Run
-from speakers.fill import hints
+from speakers.fill import Progress, hints
 
 ALONE = Process(0, 1, None)
 
@@ -54,11 +53,10 @@ def shown(capsys, path, *more):
 def marked_episode():
     marked = episode("task1", 0.5, texts=("write f", "what is n?", "two", "I WANT TO ANSWER: x"))
     marked["dialogue_history"][3]["finished"] = False
-    return marked | {"advantages": [0.25, -0.5], "credits": ["useful question", "wrong answer"],
-                     "reasons": {"a": "passed", "b": "wrong", "c": "wrong"}, "agent": "base"}
+    return marked | {"reasons": {"a": "passed", "b": "wrong", "c": "wrong"}, "agent": "base"}
 
 
-def test_show_prints_speakers_turns_advantages_credits_reasons_and_outcome(tmp_path, capsys):
+def test_show_prints_speakers_turns_reasons_and_outcome(tmp_path, capsys):
     path = write(tmp_path / "e.jsonl", [marked_episode()])
     assert shown(capsys, path) == (
         "task      task1\n"
@@ -67,10 +65,9 @@ def test_show_prints_speakers_turns_advantages_credits_reasons_and_outcome(tmp_p
         "episode   sample 0 of base: 2 turns, not solved, reward 0.500\n"
         "human     write f\n"
         "agent 1   what is n?\n"
-        "          [advantage +0.250; true credit: useful question]\n"
         "human     two\n"
         "agent 2   I WANT TO ANSWER: x\n"
-        "          [advantage -0.500; true credit: wrong answer; cut at the token limit]\n"
+        "          [cut at the token limit]\n"
         "tests     1 passed; 2 wrong (b, c)\n"
         "\n")
 
@@ -122,11 +119,10 @@ def test_show_makes_control_characters_of_models_harmless_everywhere(tmp_path, c
     row = episode("task" + HOSTILE, 0.0)
     row["task"]["ground_truth"] = HOSTILE
     row["dialogue_history"] = dialogue(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    row |= {"agent": HOSTILE, "credits": [HOSTILE, HOSTILE], "advantages": [HOSTILE, None],
-            "reasons": {HOSTILE: HOSTILE}}
+    row |= {"agent": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
     failed = episode("other", None, error=HOSTILE)
     text = shown(capsys, write(tmp_path / "e.jsonl", [row, failed]))
-    assert text.count("\\x1b[2J\\x1b]0;title\\x07b\\rc\\x08\\x9b31md\\u202e") >= 10
+    assert text.count("\\x1b[2J\\x1b]0;title\\x07b\\rc\\x08\\x9b31md\\u202e") >= 8
     assert all(character.isprintable() or character == "\n" for character in text)
     assert "\nhuman     forged" not in text and "\n          human     forged" in text
 
@@ -162,8 +158,7 @@ def test_show_is_coloured_on_a_terminal_only_and_not_with_no_color(tmp_path):
     path = write(tmp_path / "e.jsonl", [marked_episode()])
     command = [sys.executable, "colbench.py", "show", str(path)]
     coloured = on_a_terminal(command, NO_COLOR="")
-    assert "\x1b[34m          [advantage +0.250" in coloured
-    assert "\x1b[33m          [advantage -0.500" in coloured
+    assert "\x1b[1mtask" in coloured and "\x1b[2m          [cut at the token limit]" in coloured
     assert "\x1b" not in on_a_terminal(command, NO_COLOR="1")
     assert "\x1b" not in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
 

@@ -301,7 +301,7 @@ def rank(args):
     path = args.ranked or Path(args.output, "ranked.jsonl")
     read_value_flags(args.output)
     states, omitted = read_candidates(args.candidates)
-    flags = {"candidates": args.candidates, "critic": args.output}
+    flags = {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
     mine = [state for state in states[process.rank::process.world]
