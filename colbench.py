@@ -46,8 +46,8 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human
 def split_message(task, text, last_turn):
     """(what the human reads, the answer or None) of one agent message, without its thoughts.
 
-    What follows ANSWER_MARKER is the answer. If the last turn lacks the marker, its whole message
-    is the answer.
+    What follows ANSWER_MARKER ("I WANT TO ANSWER:") is the answer. If the last turn lacks the
+    marker, its whole message is the answer.
     """
     content = without_thoughts(text) or ""
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
@@ -432,8 +432,8 @@ def encode_prompt(tokenizer, messages):
 
 
 def main(argv=None):
-    from formats.commands import main  # `import colbench` needs none of it
-    main(__doc__, argv)
+    from formats.commands import main as run_command  # `import colbench` needs none of it
+    run_command(__doc__, argv)
 
 
 if __name__ == "__main__":

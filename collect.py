@@ -50,7 +50,7 @@ from runtime.processes import join_processes, launch
 from runtime.record import open_rows, records
 from runtime.seeds import derive_seed
 from speakers import load_speaker
-from speakers.checks import read_prompts, refuse_unused, settle
+from speakers.checks import complete_flags, read_prompts, refuse_unused
 from speakers.fill import fill, report, show_bug
 from speakers.interface import Request, SpeakerError, SpeakerSettings, spoken
 from speakers.pool import JudgeElsewhere
@@ -175,8 +175,9 @@ def candidates(state, agent, n, seed):
 
 def open_agent(args, process):
     return load_speaker(args.agent, "agent", SpeakerSettings(
-        args.agent_model, args.temperature, args.max_new_tokens, args.batch_size, process.device,
-        args.dtype))
+        model_name=args.agent_model, temperature=args.temperature,
+        max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, device=process.device,
+        dtype=args.dtype))
 
 
 def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=()):
@@ -189,29 +190,32 @@ def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=
         tasks = toy_tasks(args.tasks, args.num_tasks)
     else:
         tasks = read_tasks(args.tasks, args.num_tasks)
-    domain = settle(args, tasks, process)
-    rules = Rules(*read_prompts(args, tasks), args.max_turns, args.reply_chars, args.seed)
+    domain = complete_flags(args, tasks, process)  # --human, --clip and --num_tasks
+    agent_prompt, human_prompt = read_prompts(args, tasks)
+    rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     store = open_store(args, [None if named else args.tasks], models, episode_key, process)
     mine = [key for key in list(jobs)[process.rank::process.world] if key not in store.rows]
     if mine:
         settings = JudgeSettings(
-            args.judge, args.require_protection, max(1, (os.cpu_count() or 1) // process.world),
-            args.clip, args.clip_crop, process.device)
+            judge=args.judge, require_protection=args.require_protection,
+            workers=max(1, (os.cpu_count() or 1) // process.world), clip=args.clip,
+            clip_crop=args.clip_crop, device=process.device)
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with domain.open_judge(settings) as judge:
             judge = JudgeElsewhere(judge)  # while it works, models go on with other dialogues
             human = load_speaker(args.human, "human", SpeakerSettings(
-                args.human_model, args.human_temperature, args.human_max_new_tokens,
-                args.batch_size, process.device, args.dtype), domain.pages)
+                model_name=args.human_model, temperature=args.human_temperature,
+                max_new_tokens=args.human_max_new_tokens, batch_size=args.batch_size,
+                device=process.device, dtype=args.dtype), pictures=domain.pages)
             agent = open_speaker(args, process)
 
             def work(key, on_turn):
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules, on_turn) | notes
 
-            fill(store, mine, jobs, work, (agent, human), args.batch_size)
+            fill(store, mine, work, (agent, human), in_flight=args.batch_size, all_keys=jobs)
     return store.finish(jobs)
 
 
@@ -229,7 +233,8 @@ def collect_states(args, process):
         def work(key, on_turn):
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
-        fill(store, mine, jobs, work, (agent,), max(1, samples // args.num_candidates))
+        fill(store, mine, work, (agent,), in_flight=max(1, samples // args.num_candidates),
+             all_keys=jobs)
     return store.finish(jobs)
 
 

@@ -16,7 +16,7 @@ To change                          edit
     what is measured               episode_numbers, NUMBERS
     the intervals                  interval
     when a difference is settled   compare
-    headings and verdict           runtime/verdict.py
+    headings and verdict           formats/verdict.py
 
 Reads episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`). Writes results.json,
 and results.md with the tables that are printed. `python -m report` draws the same numbers as a
@@ -36,12 +36,12 @@ import numpy
 from colbench import DOMAINS
 from formats.outcome import lacks_answer
 from formats.policies import facts_of, read_policies, shared_tasks
+from formats.verdict import all_tables, verdict
 from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
 from runtime.text import markdown
-from runtime.verdict import all_tables, verdict
 
 # -----------------------------------------------------------------------------
 # From episodes to a number for each task
@@ -182,38 +182,40 @@ def score(policies, draws=2000):
     unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
-    results = {"domain": domain, "metric": metric, "tasks": len(task_ids),
-               "reward_heading": DOMAINS[domain].reward_heading, "unsolvable": len(unsolvable),
-               "draws": draws, "policies": {}, "comparisons": [], "leads": []}
-
     generator = numpy.random.default_rng(0)
     task_draws = draw_counts(generator, len(task_ids), draws)  # (D, T)
     values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
+    facts = {}  # policy -> all that is said of it
     for name, policy in policies.items():
         means = [task_means(run, task_ids) for run in policy]
         values[name] = {key: numpy.array([run[key] for run in means]) for key in NUMBERS}
         run_draws[name] = draw_counts(generator, len(policy), draws)
-        numbers = {key: interval(table, run_draws[name], task_draws, limits_of(key, domain))
-                   for key, table in values[name].items()}
-        results["policies"][name] = facts_of(policy) | {"numbers": numbers}
+        facts[name] = facts_of(policy) | {"numbers": {
+            key: interval(table, run_draws[name], task_draws, limits_of(key, domain))
+            for key, table in values[name].items()}}
 
-    def add_comparison(kind, name, against, key):
-        found = compare(values[name][key], values[against][key], run_draws[name],
-                        run_draws[against], task_draws, limits_of(key, domain))
-        if found:  # they share a task that has this number
-            names = {"policy": name, "against": against, "metric": key}
-            results[kind].append(names | found)
+    def comparisons(pairs):
+        """Those of (policy, against, key) that share a task with this number."""
+        entries = []
+        for name, against, key in pairs:
+            found = compare(values[name][key], values[against][key], run_draws[name],
+                            run_draws[against], task_draws, limits_of(key, domain))
+            if found:
+                entries.append({"policy": name, "against": against, "metric": key} | found)
+        return entries
 
     first, *others = policies
-    for name in others:
-        add_comparison("comparisons", name, first, "success")
-        add_comparison("comparisons", name, first, "reward")
-    achieved = {name: policy["numbers"][metric] for name, policy in results["policies"].items()
-                if policy["numbers"][metric]}
-    results["ranking"] = sorted(achieved, key=lambda name: -achieved[name]["value"])
-    for name in results["ranking"][1:]:
-        add_comparison("leads", results["ranking"][0], name, metric)
-    return results
+    achieved = {name: fact["numbers"][metric]["value"] for name, fact in facts.items()
+                if fact["numbers"][metric]}
+    ranking = sorted(achieved, key=lambda name: -achieved[name])
+    return {
+        "domain": domain, "metric": metric, "reward_heading": DOMAINS[domain].reward_heading,
+        "tasks": len(task_ids), "unsolvable": len(unsolvable), "draws": draws, "policies": facts,
+        "ranking": ranking,
+        "comparisons": comparisons([(name, first, key) for name in others
+                                    for key in ("success", "reward")]),
+        "leads": comparisons([(ranking[0], name, metric) for name in ranking[1:]]),
+    }
 
 
 def limits_of(key, domain):

@@ -24,16 +24,19 @@ line:
      "ranker": "critic"}
 
 To change                  edit
-    the loss               critic_loss
+    the loss               critic_loss; critic_objective for the NLL term and what is logged
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes
-    what the critic reads  critic_messages
+    what the critic reads  critic_messages; more of a turn, such as a reward: dialogue_row,
+                           Critic.advantages and rank, too, and states_of in collect.py
     the forward pass       turn_logprobs (and omit --packed, which replaces it)
+    optimiser, schedule    train, learning_rate
+    FSDP, precision        shard and open_to_train in runtime/models.py
 Another kind of critic is another file that writes ranked candidates, such as
 variants/value_critic.py.
 
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
-keeps the copies equal.
+keeps the copies equal (a fork that changes one adds its name to OWN there).
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary.
 
 Differences from the paper: none in the equations. From the official code, with the flag that
@@ -80,7 +83,8 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
     `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
     """
-    return (logprobs - reference) / NORMALISERS[normalise](tokens).clamp(min=1)
+    length = torch.where(tokens > 0, NORMALISERS[normalise](tokens), 1)  # L; 0 / 1 for empty turns
+    return (logprobs - reference) / length
 
 
 def critic_loss(chosen, rejected, beta):
@@ -175,7 +179,10 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
     encoded = encode_within(tokenizer, messages, max_length, finished)
-    return Row(*encoded) if encoded else None
+    if encoded is None:
+        return None
+    ids, turn_index = encoded
+    return Row(ids, turn_index)
 
 
 def dialogue_pairs(tokenizer, groups, rule, margin, max_length, privileged):
@@ -226,7 +233,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    margin = beta * (chosen.sum(1) - rejected.sum(1))
+    margin = beta * (chosen.sum(1) - rejected.sum(1))  # sigma's argument in Eq. (2), for the log
     token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
@@ -240,7 +247,7 @@ def set_reference(model, rows, run, size):
         parts = list(run.share(order, size))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
-            found |= zip(mine, logprobs.cpu(), strict=True)
+            found.update(zip(mine, logprobs.cpu(), strict=True))
     for index, logprobs in run.gather(found).items():
         rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
@@ -321,11 +328,11 @@ def train(args):
     tokenizer = load_tokenizer(args.model, args.max_length)
     groups, held_out = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
-    rows = list(dict.fromkeys(row for pair in pairs for row in pair))
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the critic: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so its own
-    # log-probs before the first step are the reference's
+    # 2. the critic: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It
+    # starts as pi_ref, so its own log-probs before the first step are the reference's
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)
 
@@ -333,7 +340,7 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps = run.plan(len(batches))
+    steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -350,7 +357,7 @@ def train(args):
         optimizer.zero_grad()
 
         # the held-out pairs after each epoch: Eq. (2) alone, without the NLL term
-        if (step + 1) % (len(batches) // args.epochs) == 0 or step + 1 == steps:
+        if (step + 1) % steps_per_epoch == 0 or step + 1 == steps:
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
@@ -379,7 +386,8 @@ class Critic:
         # plain, as in the official ranking: the reference does not see the solution
         self.reference_privileged = "none" if reference == "plain" else self.privileged
         # a candidate is no part of a trajectory, so its own tokens divide its log-ratio
-        self.normalise = "none" if flags["normalise"] == "none" else "turn"
+        trained = flags["normalise"]
+        self.normalise = "turn" if trained == "trajectory" else trained
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -387,14 +395,15 @@ class Critic:
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
         texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
-        rows = []
+        read = []  # the rows of the critic, those of its reference
         for privileged in (self.privileged, self.reference_privileged):
             seen = critic_messages(task, messages, privileged)
             encoded = encode_candidates(self.tokenizer, seen, texts, finished, self.max_length)
             if encoded is None:
                 return None
-            rows.append([Row(*one) for one in encoded])
-        return self.turn_advantages(*rows)[:, 0].tolist()  # a candidate is one turn
+            read.append([Row(ids, turn_index) for ids, turn_index in encoded])
+        rows, reference_rows = read
+        return self.turn_advantages(rows, reference_rows)[:, 0].tolist()  # a candidate is one turn
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -424,7 +433,8 @@ def rank(args):
     if critic_flags["privileged"] == "none" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that does not see the solution"
                          " either, so it changes nothing; omit --reference")
-    process, path = join_processes(), args.ranked or Path(args.output, "ranked.jsonl")
+    process = join_processes()
+    path = args.ranked or Path(args.output, "ranked.jsonl")
     states, omitted = read_candidates(args.candidates)
     flags = {"candidates": args.candidates, "critic": args.output, "reference": args.reference,
              "dtype": args.dtype}

@@ -21,14 +21,16 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
-    the loss                  dpo_loss
+    the loss                  dpo_loss; dpo_objective for the NLL term and what is logged
     the pairs of candidates   make_pairs
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs (and omit --packed, which replaces it)
+    optimiser, schedule       main, learning_rate
+    FSDP, precision           shard and open_to_train in runtime/models.py
 Supervised training is variants/sft.py.
 
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
-keeps the copies equal.
+keeps the copies equal (a fork that changes one adds its name to OWN there).
 Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.
 
 Differences from the paper: none known. From the official code: the NLL term covers agent tokens
@@ -158,9 +160,21 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         if encoded is None:
             too_long += len(pairs)
             continue
-        rows = [Row(*one) for one in encoded]
+        rows = [Row(ids, turn_index) for ids, turn_index in encoded]
         pairs_of_states.append([(rows[chosen], rows[rejected]) for chosen, rejected in pairs])
     return pairs_of_states, too_long
+
+
+def dialogue_row(tokenizer, episode, max_length):
+    """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
+    its last turn, the answer, does not fit.
+    """
+    messages, finished = agent_view(episode)
+    encoded = encode_within(tokenizer, messages, max_length, finished)
+    if encoded is None:
+        return None
+    ids, turn_index = encoded
+    return Row(ids, turn_index)
 
 
 def dialogue_pairs(tokenizer, groups, rule, margin, max_length):
@@ -179,15 +193,6 @@ def dialogue_pairs(tokenizer, groups, rule, margin, max_length):
         pairs_of_tasks.append([pair for pair in pairs if None not in pair])
         too_long += list(rows.values()).count(None)
     return pairs_of_tasks, too_long
-
-
-def dialogue_row(tokenizer, episode, max_length):
-    """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
-    its last turn, the answer, does not fit.
-    """
-    messages, finished = agent_view(episode)
-    encoded = encode_within(tokenizer, messages, max_length, finished)
-    return Row(*encoded) if encoded else None
 
 
 # -----------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def dpo_objective(model, pairs, beta, nll):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
-    margin = beta * (chosen - rejected)
+    margin = beta * (chosen - rejected)  # sigma's argument in Eq. (4), for the log
     token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
@@ -235,7 +240,7 @@ def set_reference(model, rows, run, size):
         parts = list(run.share(order, size))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
-            found |= zip(mine, logprobs.cpu(), strict=True)
+            found.update(zip(mine, logprobs.cpu(), strict=True))
     for index, logprobs in run.gather(found).items():
         rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
@@ -304,7 +309,8 @@ def main(args):
     # 1. pairs of rows
     tokenizer = load_tokenizer(args.model, args.max_length)
     groups, agent_prompt = read_pairs(tokenizer, args, run)
-    rows = list(dict.fromkeys(row for group in groups for pair in group for row in pair))
+    pairs = [pair for group in groups for pair in group]
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     if not rows:
         raise SystemExit(f"{' '.join(inputs)}: found no pair, expected candidates of one state with"
                          " different advantages, or episodes of one task with different rewards,"
@@ -312,8 +318,8 @@ def main(args):
                          " samples, or give --pairs all for episodes")
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the policy: fp32 weights, computing in bf16 on GPUs. It starts as pi_ref, so its own
-    # log-probs before the first step are the reference's
+    # 2. the policy: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It
+    # starts as pi_ref, so its own log-probs before the first step are the reference's
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)
 

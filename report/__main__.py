@@ -25,7 +25,7 @@ from report.training import held_out_tasks, read_training, training_sentences
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
-from runtime.verdict import all_tables, verdict
+from formats.verdict import all_tables, verdict
 from variants.value_critic import open_critic
 
 

@@ -11,7 +11,7 @@ import numpy
 from colbench import DOMAINS
 from formats.outcome import lacks_answer
 from judge.sandbox import SOLUTION_FAILED
-from runtime.verdict import heading
+from formats.verdict import heading
 
 # What a turn can be, as toy_credit names it; the last is ours
 HELPFUL_TURNS = ("useful question", "right answer")

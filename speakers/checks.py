@@ -24,7 +24,7 @@ def refuse_unused(parser, args):
             parser.refuse_ignored(args, names, reason)
 
 
-def settle(args, tasks, process):
+def complete_flags(args, tasks, process):
     """Fill in the flags that the tasks decide, and return their domain.
 
     Refuses names that can mean no speaker, tasks that nobody can judge or answer, and flags that do

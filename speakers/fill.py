@@ -18,24 +18,24 @@ from speakers.pool import run
 FIRST_BUG = threading.Lock()
 
 
-def fill(store, jobs, keys, work, speakers, in_flight):
-    """Append work(job, on_turn) of each job as soon as it is there, `in_flight` at a time.
+def fill(store, keys, work, speakers, in_flight, all_keys):
+    """Append the row work(key, on_turn) of each key as soon as it is there, `in_flight` at a time.
 
-    `keys` are those of all rows that the file will have. Jobs stop if a speaker is given up.
+    `all_keys` are those that the file will have. It stops if a speaker is given up.
     """
-    waiting = (job for job in jobs if not any(speaker.given_up for speaker in speakers))
-    with Progress(store.rows.values(), len(keys), store.process) as progress:
+    waiting = (key for key in keys if not any(speaker.given_up for speaker in speakers))
+    with Progress(store.rows.values(), len(all_keys), store.process) as progress:
 
-        def work_and_keep(job):  # in the job's thread: a kill loses nothing that was finished
-            row = work(job, progress.turn)
+        def work_and_keep(key):  # in a thread of its own: a kill loses nothing that was finished
+            row = work(key, progress.turn)
             store.append(row)
             progress.row(row)
 
         for _ in run(work_and_keep, waiting, in_flight):
-            pass  # the jobs' threads have stored their rows
+            pass  # the threads have stored their rows
     if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
         # what ended without, say, a human's reply must not block a corrected --human
-        store.discard(set(keys) - store.rows.keys())
+        store.discard(set(all_keys) - store.rows.keys())
     stop_if_given_up(*speakers)
 
 

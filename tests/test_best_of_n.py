@@ -129,7 +129,7 @@ def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not
     parties = {"agent": Served(asker(lambda key: 3)), "human": Served(human_line),
                "grader": Failing(pick_plus_signs(1), lives=5)}
     for module in (collect, best_of_n):
-        monkeypatch.setattr(module, "load_speaker", lambda spec, role, *_: parties[role])
+        monkeypatch.setattr(module, "load_speaker", lambda spec, role, *_, **__: parties[role])
     output = tmp_path / "episodes.jsonl"
     args = best_of_n.parse_args([
         "--tasks", "toy:backend:train", "--num_tasks", "20", "--agent", "scripted", "--n", "2",

@@ -13,7 +13,7 @@ from conftest import ROOT
 import evaluate
 from formats.policies import read_policies
 from formats.read import load_episodes
-from runtime.verdict import policy_table
+from formats.verdict import policy_table
 
 
 def draws(runs, tasks, count=2000):

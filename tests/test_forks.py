@@ -64,12 +64,27 @@ def test_the_table_names_every_patch():
     assert FORKS.keys() == {path.stem for path in (ROOT / "docs/forks").glob("*.patch")}
 
 
-def test_a_square_root_normaliser_trains_and_is_remembered(fork):
+def test_a_square_root_normaliser_trains_and_ranks(fork):
     folder = fork("sqrt_normaliser")
     write_episodes(folder / "episodes.jsonl")
     run(FORKS["sqrt_normaliser"], folder, "--max_steps", "2")
     flags = json.loads((folder / "critic/run.json").read_text())["flags"]
     assert flags["normalise"] == "sqrt"
+    code = """
+from train_critic import Critic
+critic, texts = Critic("critic"), ["what", "what about the suffix"]
+def advantages():
+    return critic.advantages({"ground_truth": "x"}, [{"role": "user", "content": "y"}], texts,
+                             [True, True])
+roots, critic.normalise = advantages(), "none"
+for whole, root, ids in zip(advantages(), roots, critic.tokenizer(texts)["input_ids"]):
+    print((whole / root) ** 2, len(ids) + 1)  # with the token that ends a turn
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
+                          check=True)
+    for line in done.stdout.splitlines():
+        square, length = map(float, line.split())
+        assert square == pytest.approx(length, rel=1e-3) and length > 2
 
 
 @pytest.mark.parametrize("name, first_loss", [("ipo", 25.0), ("hinge", 1.0)])

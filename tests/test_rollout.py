@@ -149,7 +149,7 @@ def test_a_local_agent_and_a_served_human_give_the_same_bytes_at_any_batch_size(
 def collect_with(monkeypatch, output, agent, human, count=20, in_flight=4):
     """collect_episodes for `count` tasks, with these parties and the real judge."""
     parties = {"agent": agent, "human": human}
-    monkeypatch.setattr(collect, "load_speaker", lambda spec, role, *_: parties[role])
+    monkeypatch.setattr(collect, "load_speaker", lambda spec, role, *_, **__: parties[role])
     args = collect.parse_args([
         "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
         "--agent", "scripted", "--batch_size", str(in_flight), "--output", str(output)])
@@ -279,7 +279,7 @@ def test_what_a_run_that_fails_was_waiting_for_makes_no_row(tmp_path, monkeypatc
 
 def sampled(monkeypatch, policy, folder, episodes, *more):
     """The rows that collect_states makes in these episodes, four candidates in each state."""
-    monkeypatch.setattr(collect, "load_speaker", lambda *_: policy)
+    monkeypatch.setattr(collect, "load_speaker", lambda *_, **__: policy)
     folder.mkdir(exist_ok=True)
     given = folder.parent / "given.jsonl"
     given.write_text("".join(json.dumps(row) + "\n" for row in episodes))

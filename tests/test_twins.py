@@ -49,7 +49,7 @@ def test_the_loops_differ_in_the_objective_and_in_held_out_numbers_alone(script,
                 and "held_out" not in line and "holdout" not in line
                 and "_objective(" not in line and "for mine, weight" not in line
                 and "batch = sorted" not in line and "scoring" not in line
-                and "args.epochs" not in line]  # after which epoch is held-out scored
+                and "steps_per_epoch" not in line]  # after which epoch is held-out scored
 
     assert plain(script) == plain("train_critic.py")
     assert any(objective in line for line in loop_lines(script))

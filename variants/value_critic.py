@@ -218,7 +218,7 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps = run.plan(len(batches))
+    steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -230,7 +230,7 @@ def train(args):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % (len(batches) // args.epochs) == 0 or step + 1 == steps:
+        if (step + 1) % steps_per_epoch == 0 or step + 1 == steps:
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     run.add("holdout", value_objective(model, mine), weight / len(held_out))
