@@ -8,13 +8,16 @@ Writes: runs/out/toy_grid.json, for each cell what runs/toy_seeds.py writes of i
 docs/grid.svg. A cell and seed that are in this file already stay unless ROOT has them, too.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
-from toy_seeds import merge, numbers_of, read_aucs, read_outcomes, tabulate, texts_of
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.text import markdown, with_interval
+from runs.toy_seeds import (  # noqa: E402
+    merge, numbers_of, read_aucs, read_outcomes, tabulate, texts_of)
+from runtime.text import markdown, with_interval  # noqa: E402
 
 DATA, PICTURE = Path("runs/out/toy_grid.json"), Path("docs/grid.svg")
 LINES = {  # policy -> its name in table and picture, its colour in both colour schemes
@@ -103,9 +106,9 @@ def picture(cells):
             + "\n</svg>\n")
 
 
-def main(root):
+def main(args):
     cells = json.loads(DATA.read_text()) if DATA.exists() else {}
-    for folder in sorted(path for path in Path(root).iterdir() if path.is_dir()):
+    for folder in sorted(path for path in args.root.iterdir() if path.is_dir()):
         old = cells.get(folder.name, {})
         outcomes = merge(numbers_of(old), read_outcomes(folder))
         aucs = merge(old.get("credit_auc", {}), read_aucs(folder))
@@ -117,5 +120,12 @@ def main(root):
     PICTURE.write_text(picture(cells))
 
 
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="directory of the runs, see above")
+    return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(parse_args())
