@@ -320,6 +320,7 @@ def main(args):
 
 
 def train(args):
+    # its ranks, log and saved states; what `run` does is listed at the top of runtime/training.py
     run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
     if run.complete:
         return

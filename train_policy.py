@@ -302,6 +302,7 @@ def main(args):
         global turn_logprobs
         from fast.packed import turn_logprobs
     inputs = [args.candidates] if args.candidates else args.episodes
+    # its ranks, log and saved states; what `run` does is listed at the top of runtime/training.py
     run = Run(args, inputs, checkpoints=[args.model])
     if run.complete:
         return
