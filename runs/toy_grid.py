@@ -5,7 +5,7 @@
 Reads: what runs/toy_grid.sh left in ROOT/CELL/SEED, a cell being a world and a number of tasks.
 Prints: a table to paste.
 Writes: runs/out/toy_grid.json, for each cell what runs/toy_seeds.py writes of it, and
-docs/grid.svg. A cell and seed that are in this file already stay unless ROOT has them, too.
+docs/grid.svg. A cell and seed that this file already has stay unless ROOT has them, too.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from runs.toy_seeds import (  # noqa: E402
     merge, numbers_of, read_aucs, read_outcomes, tabulate, texts_of)
 from runtime.text import markdown, with_interval  # noqa: E402
 
-DATA, PICTURE = Path("runs/out/toy_grid.json"), Path("docs/grid.svg")
 LINES = {  # policy -> its name in table and picture, its colour in both colour schemes
     "sweet": ("SWEET-RL", "#0072b2"),
     "sweet_positive_vs_negative": ("with positive_vs_negative", "#8f7ee7"),
@@ -35,7 +34,7 @@ STYLE = """<style>
     .quiet { fill: #9aa0a8 }
   }
 </style>"""
-WIDTH, HEIGHT = 220, 180  # of a panel's axes
+WIDTH, HEIGHT, LEFT = 220, 180, 50  # of a panel's axes
 
 
 def cell_of(name):
@@ -70,15 +69,16 @@ def picture(cells):
         found = sorted((cell_of(name)[0], shares[name]) for name in cells
                        if cell_of(name)[1] == tasks)
         least, most = found[0][0], found[-1][0]
-        x = {likely: 50 + (WIDTH - 20) * (likely - least) / max(1, most - least)
+        x = {likely: LEFT + 10 + (WIDTH - 20) * (likely - least) / max(1, most - least)
              for likely, _ in found}
         parts.append(f'<g transform="translate({panel * (WIDTH + 60)} 0)">'
-                     f'<text x="40" y="20">{tasks} training tasks</text>')
+                     f'<text x="{LEFT}" y="20">{tasks} training tasks</text>')
         for share in (0, 50, 100):
             y = 36 + HEIGHT * (1 - share / 100)
-            parts.append(f'<line class="rule" x1="40" x2="{40 + WIDTH}" y1="{y}" y2="{y}"/>'
-                         f'<text class="quiet" x="34" y="{y + 4}" text-anchor="end">{share} %'
-                         "</text>")
+            parts.append(f'<line class="rule" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y}"'
+                         f' y2="{y}"/>'
+                         f'<text class="quiet" x="{LEFT - 6}" y="{y + 4}" text-anchor="end">'
+                         f"{share} %</text>")
         for likely, at in x.items():
             parts.append(f'<text class="quiet" x="{at}" y="{HEIGHT + 54}" text-anchor="middle">'
                          f"{likely}</text>")
@@ -92,8 +92,8 @@ def picture(cells):
                       for at, y in points]
         parts.append("</g>")
     left, bottom = 60 * len(all_tasks) + WIDTH * len(all_tasks), HEIGHT + 78
-    parts.append(f'<text class="quiet" x="40" y="{bottom}">likely details, of which a task needs 4'
-                 " or 5; success on test tasks</text>")
+    parts.append(f'<text class="quiet" x="{LEFT}" y="{bottom}">likely details, of which a task'
+                 " needs 4 or 5; success on test tasks</text>")
     for index, (name, colour) in enumerate(LINES.values()):
         y = 48 + 24 * index
         parts.append(f'<circle cx="{left + 6}" cy="{y - 4}" r="5" fill="{colour}"/>'
@@ -107,7 +107,7 @@ def picture(cells):
 
 
 def main(args):
-    cells = json.loads(DATA.read_text()) if DATA.exists() else {}
+    cells = json.loads(args.output.read_text()) if args.output.exists() else {}
     for folder in sorted(path for path in args.root.iterdir() if path.is_dir()):
         old = cells.get(folder.name, {})
         outcomes = merge(numbers_of(old), read_outcomes(folder))
@@ -116,14 +116,18 @@ def main(args):
         cells[folder.name] = {"means": means, "differences": differences, "credit_auc": aucs,
                               "outcomes": texts_of(outcomes)}
     print(markdown(table(cells)))
-    DATA.write_text(json.dumps(cells, indent=1) + "\n")
-    PICTURE.write_text(picture(cells))
+    args.output.write_text(json.dumps(cells, indent=1) + "\n")
+    args.picture.write_text(picture(cells))
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
+    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_grid.json"),
+                        help="the table as JSON (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, default=Path("docs/grid.svg"),
+                        help="default: %(default)s")
     return parser.parse_args(argv)
 
 
