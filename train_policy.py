@@ -155,6 +155,8 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
         pairs = make_pairs(state["candidates"], state["advantages"], pairing, pairs_per_state,
                            draw)
+        if not pairs:
+            continue
         encoded = encode_candidates(tokenizer, state["messages"], state["candidates"],
                                     state["finished"], max_length)
         if encoded is None:
