@@ -185,18 +185,17 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     return Row(ids, turn_index)
 
 
-def dialogue_pairs(tokenizer, groups, rule, margin, max_length, privileged):
+def dialogue_pairs(row_of, groups, rule, margin):
     """(pairs of rows, one list per task; the number of episodes that are too long).
 
-    `groups` are the episodes of one task each.
+    `groups` are the episodes of one task each; row_of(episode) is its row, None if it is too long.
     """
     pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
         rows = {}  # sample -> the row of that episode
         if pairs:
-            rows = {episode["sample"]: dialogue_row(tokenizer, episode, max_length, privileged)
-                    for episode in group}
+            rows = {episode["sample"]: row_of(episode) for episode in group}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
         pairs_of_tasks.append([pair for pair in pairs if None not in pair])
         too_long += list(rows.values()).count(None)
@@ -283,12 +282,11 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     return batches
 
 
-def read_pairs(tokenizer, args, run):
+def read_pairs(row_of, args, run):
     """(pairs of rows to train on, one list per task; the pairs held out)."""
     episodes, failed = load_episodes(args.episodes)
     by_task = group_by_task(episodes)
-    groups, too_long = dialogue_pairs(tokenizer, by_task.values(), args.pairs, args.margin,
-                                      args.max_length, args.privileged)
+    groups, too_long = dialogue_pairs(row_of, by_task.values(), args.pairs, args.margin)
     pairs_of = dict(zip(by_task, groups, strict=True))
     train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
     groups = [pairs_of[task_id] for task_id in train_tasks]
@@ -327,7 +325,11 @@ def train(args):
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
-    groups, held_out = read_pairs(tokenizer, args, run)
+
+    def row_of(episode):
+        return dialogue_row(tokenizer, episode, args.max_length, args.privileged)
+
+    groups, held_out = read_pairs(row_of, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     run.refuse_other_data([row.ids for row in rows])
@@ -358,7 +360,7 @@ def train(args):
         optimizer.zero_grad()
 
         # the held-out pairs after each epoch: Eq. (2) alone, without the NLL term
-        if (step + 1) % steps_per_epoch == 0 or step + 1 == steps:
+        if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)

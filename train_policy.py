@@ -179,18 +179,17 @@ def dialogue_row(tokenizer, episode, max_length):
     return Row(ids, turn_index)
 
 
-def dialogue_pairs(tokenizer, groups, rule, margin, max_length):
+def dialogue_pairs(row_of, groups, rule, margin):
     """(pairs of rows, one list per task; the number of episodes that are too long).
 
-    `groups` are the episodes of one task each.
+    `groups` are the episodes of one task each; row_of(episode) is its row, None if it is too long.
     """
     pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
         rows = {}  # sample -> the row of that episode
         if pairs:
-            rows = {episode["sample"]: dialogue_row(tokenizer, episode, max_length)
-                    for episode in group}
+            rows = {episode["sample"]: row_of(episode) for episode in group}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
         pairs_of_tasks.append([pair for pair in pairs if None not in pair])
         too_long += list(rows.values()).count(None)
@@ -291,8 +290,12 @@ def read_pairs(tokenizer, args, run):
         return groups, custom_prompt(states)
     episodes, failed = load_episodes(args.episodes)
     by_task = group_by_task(episodes)
-    groups, too_long = dialogue_pairs(tokenizer, [by_task[task_id] for task_id in sorted(by_task)],
-                                      args.pairs, args.margin, args.max_length)
+
+    def row_of(episode):
+        return dialogue_row(tokenizer, episode, args.max_length)
+
+    groups, too_long = dialogue_pairs(row_of, [by_task[task_id] for task_id in sorted(by_task)],
+                                      args.pairs, args.margin)
     run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
             f" {sum(map(len, groups))} pairs; {too_long} episodes omitted, since their last turn"
             f" does not fit in --max_length {args.max_length}")

@@ -15,8 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runs.toy_seeds import (  # noqa: E402
-    merge, numbers_of, read_aucs, read_outcomes, tabulate, texts_of)
+from runs.toy_seeds import table_of  # noqa: E402
 from runtime.text import markdown, with_interval  # noqa: E402
 
 LINES = {  # policy -> its name in table and picture, its colour in both colour schemes
@@ -109,12 +108,7 @@ def picture(cells):
 def main(args):
     cells = json.loads(args.output.read_text()) if args.output.exists() else {}
     for folder in sorted(path for path in args.root.iterdir() if path.is_dir()):
-        old = cells.get(folder.name, {})
-        outcomes = merge(numbers_of(old), read_outcomes(folder))
-        aucs = merge(old.get("credit_auc", {}), read_aucs(folder))
-        means, differences = tabulate(outcomes)
-        cells[folder.name] = {"means": means, "differences": differences, "credit_auc": aucs,
-                              "outcomes": texts_of(outcomes)}
+        cells[folder.name] = table_of(folder, cells.get(folder.name, {}))
     print(markdown(table(cells)))
     args.output.write_text(json.dumps(cells, indent=1) + "\n")
     args.picture.write_text(picture(cells))

@@ -132,18 +132,25 @@ def tabulate(outcomes):
     return means, differences
 
 
+def table_of(root, old):
+    """What the file holds: the runs in ROOT, and what was in it (`old`)."""
+    found = merge(numbers_of(old), read_outcomes(root))
+    outcomes = {name: found[name] for name in POLICIES if name in found}
+    means, differences = tabulate(outcomes)
+    return {"means": means, "differences": differences,
+            "credit_auc": merge(old.get("credit_auc", {}), read_aucs(root)),
+            "outcomes": texts_of(outcomes)}
+
+
 def main(args):
     old = json.loads(args.output.read_text()) if args.output.exists() else {}
-    found = merge(numbers_of(old), read_outcomes(args.root))
-    outcomes = {name: found[name] for name in POLICIES if name in found}
-    aucs = merge(old.get("credit_auc", {}), read_aucs(args.root))
-    means, differences = tabulate(outcomes)
-
+    table = table_of(args.root, old)
+    means, differences = table["means"], table["differences"]
     rows = [["policy", "seeds", "%", "SWEET-RL minus it", "AUC"]]
-    for name in outcomes:
+    for name, seeds in table["outcomes"].items():
         difference = with_interval(differences.get(f"sweet - {name}"), 100, sign="+")
-        auc = [seed["credit_auc/all"] for seed in aucs.get(name, {}).values()]
-        rows.append([name, str(len(outcomes[name])), with_interval(means[name], 100), difference,
+        auc = [seed["credit_auc/all"] for seed in table["credit_auc"].get(name, {}).values()]
+        rows.append([name, str(len(seeds)), with_interval(means[name], 100), difference,
                      f"{numpy.mean(auc):.3f}" if auc else ""])
     print(markdown(rows))
     for left, right in PAIRS:
@@ -151,8 +158,6 @@ def main(args):
             print(f"{left} - {right}:"
                   f" {with_interval(differences[f'{left} - {right}'], 100, sign='+')}")
 
-    table = {"means": means, "differences": differences, "credit_auc": aucs,
-             "outcomes": texts_of(outcomes)}
     args.output.write_text(json.dumps(table, indent=1) + "\n")
 
 

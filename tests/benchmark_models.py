@@ -235,9 +235,11 @@ def episodes_of(tokens, count, draw, name="task"):
 
 def critic_pairs(tokenizer, tokens, count, draw):
     """The best of `count` dialogues with each other one."""
+    def row_of(episode):
+        return train_critic.dialogue_row(tokenizer, episode, MAX_LENGTH, "ground_truth")
+
     groups, _ = train_critic.dialogue_pairs(
-        tokenizer, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0, MAX_LENGTH,
-        "ground_truth")
+        row_of, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0)
     return groups[0]
 
 

@@ -143,8 +143,12 @@ def use_episodes(path):
             assert message.get("finished") in (None, True, False)
             assert isinstance(message["content"], str)
     groups = group_by_task(episodes).values()
+
+    def row_of(episode):
+        return train_critic.dialogue_row(TOKENIZER, episode, 400, "ground_truth")
+
     for rule in ("all", "best_vs_rest"):
-        train_critic.dialogue_pairs(TOKENIZER, groups, rule, 0.0, 400, "ground_truth")
+        train_critic.dialogue_pairs(row_of, groups, rule, 0.0)
     list(collect.states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, draws=100)
 

@@ -100,6 +100,10 @@ def rows_of(states, pairing="halves", count=99, max_length=8192):
     return candidate_pairs(TOKENIZER, states, pairing, count, max_length, 0)
 
 
+def row_of(episode):
+    return dialogue_row(TOKENIZER, episode, 8192)
+
+
 def text_of(row):
     ids = [token for token, turn in zip(row.ids, row.turn_index, strict=True) if turn == 0]
     return TOKENIZER.decode(ids, skip_special_tokens=True)
@@ -184,7 +188,7 @@ def test_training_reads_the_very_tokens_that_sampling_made():
 def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
     model = tiny_model(TOKENIZER)
     group = [episode("t", 1.0), episode("t", 0.0, 1, ("t", "why?", "so", "longer", "r", "no"))]
-    ((pair,),), _ = dialogue_pairs(TOKENIZER, [group], "best_vs_rest", 0.0, 8192)
+    ((pair,),), _ = dialogue_pairs(row_of, [group], "best_vs_rest", 0.0)
     log_ratios = []  # over all agent tokens of each dialogue, which is read by itself
     for row, one in zip(pair, group, strict=True):
         assert (row.ids, row.turn_index) == (lambda again: (again.ids, again.turn_index))(
@@ -261,9 +265,10 @@ def parsed(source, *more):
     ("candidates", ("--pairs", "all")), ("candidates", ("--margin", "0.5")),
     ("episodes", ("--pairing", "positive_vs_negative")), ("episodes", ("--pairs_per_state", "2"))])
 def test_a_flag_of_the_other_door_is_refused_by_name(source, flag):
-    with pytest.raises(SystemExit, match=f"{flag[0]} .*ignored without --"):
+    other = "episodes" if source == "candidates" else "candidates"
+    with pytest.raises(SystemExit, match=f"{flag[0]} .*ignored without --{other}"):
         parsed(source, *flag)
-    assert parsed("episodes" if source == "candidates" else "candidates", *flag)
+    assert parsed(other, *flag)
 
 
 def test_defaults_are_those_of_the_paper():
@@ -375,7 +380,7 @@ def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     states, _ = read_candidates(files / "ranked.jsonl", ranked=True)
     episodes, _ = load_episodes([files / "episodes.jsonl"])
     groups = rows_of(states)[0] + dialogue_pairs(
-        TOKENIZER, group_by_task(episodes).values(), "all", 0.0, 8192)[0]
+        row_of, group_by_task(episodes).values(), "all", 0.0)[0]
     texts = [TOKENIZER.decode(row.ids) for pairs in groups for pair in pairs for row in pair]
     assert len(texts) > 50
     assert not any(episodes[0]["task"]["ground_truth"] in text for text in texts)

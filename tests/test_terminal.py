@@ -119,10 +119,10 @@ def test_show_makes_control_characters_of_models_harmless_everywhere(tmp_path, c
     row = episode("task" + HOSTILE, 0.0)
     row["task"]["ground_truth"] = HOSTILE
     row["dialogue_history"] = dialogue(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    row |= {"agent": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
+    row |= {"agent": HOSTILE, "reasons": {HOSTILE: HOSTILE, "b" + HOSTILE: "b" + HOSTILE}}
     failed = episode("other", None, error=HOSTILE)
     text = shown(capsys, write(tmp_path / "e.jsonl", [row, failed]))
-    assert text.count("\\x1b[2J\\x1b]0;title\\x07b\\rc\\x08\\x9b31md\\u202e") >= 8
+    assert text.count("\\x1b[2J\\x1b]0;title\\x07b\\rc\\x08\\x9b31md\\u202e") >= 10
     assert all(character.isprintable() or character == "\n" for character in text)
     assert "\nhuman     forged" not in text and "\n          human     forged" in text
 

@@ -31,8 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from colbench import agent_view, encode_candidates, encode_dialogue, encode_within, first_request
-from formats.outcome import why_no_pair
-from formats.read import group_by_task, load_episodes, read_candidates, state_key
+from formats.read import read_candidates, state_key
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
@@ -41,8 +40,7 @@ from runtime.record import open_rows, read_flags
 from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
-    PAIRS, RANKING, Critic, Row, critic_messages, learning_rate, pair_episodes, plan_batches,
-    split_tasks)
+    PAIRS, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches, read_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -158,39 +156,6 @@ def value_objective(model, pairs):
 # The run
 
 
-def dialogue_pairs(reader, groups, rule, margin):
-    """(pairs of rows, one list per task; the number of episodes that are too long)."""
-    pairs_of_tasks, too_long = [], 0
-    for group in groups:
-        pairs = pair_episodes(group, rule, margin)
-        rows = {}  # sample -> the row of that episode
-        if pairs:
-            rows = {episode["sample"]: reader.dialogue(episode) for episode in group}
-        pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
-        pairs_of_tasks.append([pair for pair in pairs if None not in pair])
-        too_long += list(rows.values()).count(None)
-    return pairs_of_tasks, too_long
-
-
-def read_pairs(reader, args, run):
-    """(pairs of rows to train on, one list per task; the pairs held out)."""
-    episodes, failed = load_episodes(args.episodes)
-    by_task = group_by_task(episodes)
-    groups, too_long = dialogue_pairs(reader, by_task.values(), args.pairs, args.margin)
-    pairs_of = dict(zip(by_task, groups, strict=True))
-    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
-    groups = [pairs_of[task_id] for task_id in train_tasks]
-    held_out = [pair for task_id in held_out_tasks for pair in pairs_of[task_id]]
-    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs, {len(held_out)} pairs held out; {too_long} episodes"
-            f" omitted, since their last turn does not fit in --max_length {args.max_length}")
-    if not any(groups):
-        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         f" of one task to train on, and {len(held_out)} held out; expected at"
-                         f" least one. {why_no_pair(by_task.values(), held_out, args.max_length)}")
-    return groups, held_out
-
-
 def main(args):
     if args.episodes:
         if args.candidates:
@@ -206,7 +171,7 @@ def train(args):
         return
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
-    groups, held_out = read_pairs(reader, args, run)
+    groups, held_out = read_pairs(reader.dialogue, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     run.refuse_other_data([row.ids for pair in pairs for row in pair])
 
@@ -230,7 +195,7 @@ def train(args):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % steps_per_epoch == 0 or step + 1 == steps:
+        if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     run.add("holdout", value_objective(model, mine), weight / len(held_out))
