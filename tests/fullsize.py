@@ -34,6 +34,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
 import train_critic
 import train_policy
@@ -44,7 +45,7 @@ from runtime.lora import add_matrices
 from runtime.processes import Process
 from runtime.training import Run
 from train_critic import Row
-from variants import sft
+from variants import sft, sight, value_critic
 
 GB = 1e9
 
@@ -57,8 +58,15 @@ MODELS = {  # family, width, of the MLP, layers, heads, heads of keys, vocabular
     "Qwen 0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
     "Qwen 1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, True),
     "Qwen 7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2-VL 7B": ("qwen2_vl", 3584, 18944, 28, 28, 4, 152064, False),
     "small": ("llama", 512, 1792, 6, 8, 2, 8000, False),
+    "small, sees": ("qwen2_vl", 512, 1792, 6, 4, 2, 8000, False),
 }
+ENCODERS = {  # of pictures; all Qwen2-VL models have transformers' default
+    "Qwen2-VL 7B": {},
+    "small, sees": {"depth": 4, "embed_dim": 256, "num_heads": 4},
+}
+PICTURE_TOKEN = 1
 CARDS = {  # GB that PyTorch can allocate. Assumed: what drivers report, less 0.6 GB for CUDA
     "H100": 81559 * 2**20 / GB - 0.6, "H200": 143771 * 2**20 / GB - 0.6,
     "24 GB": 24564 * 2**20 / GB - 0.6}
@@ -77,10 +85,11 @@ class Recipe:
     model: str
     card: str = "H100"
     world: int = 8
-    stage: str = "critic"  # or mtdpo, policy, rft, ranking
+    stage: str = "critic"  # or value, mtdpo, policy, rft, ranking
     # of the two dialogues of a pair; rft: of one; policy and ranking: of the prompt, of a candidate
     tokens: tuple = (2000, 3000)
     agent: float = 0.5  # the share of agent tokens in a dialogue
+    picture: tuple = (180, 144)  # its height and width in patches; four patches are a token
     micro_batches: int = 1  # of a rank and step
     beside: float = 0.0  # GB that other programs take on the card
     flags: dict = dataclasses.field(default_factory=dict)
@@ -109,6 +118,10 @@ RECIPES = {
     "policy_8b_longest": Recipe("Llama 8B", stage="policy", tokens=(7168, 1024)),
     "mtdpo_8b": Recipe("Llama 8B", stage="mtdpo"),
     "rft_8b": Recipe("Llama 8B", **RFT, micro_batches=4),
+    # runs/frontend_8b.sh; 6,480 of the tokens are a picture of the solution
+    "pages_8b": Recipe("Qwen2-VL 7B", stage="value", tokens=(9500, 11500), agent=0.8),
+    "pages_8b_longest": Recipe("Qwen2-VL 7B", stage="value", **longest(16384)),
+    "pages_8b_ranking": Recipe("Qwen2-VL 7B", stage="ranking", tokens=(9500, 1000)),
     # the same with other flags
     "critic_8b_every_2": Recipe("Llama 8B", flags={"checkpointing_every": 2}, **longest(8192)),
     "critic_8b_every_0": Recipe("Llama 8B", flags={"checkpointing_every": 0}, **longest(8192)),
@@ -178,11 +191,23 @@ def fake_mode():
 def build(recipe):
     """A model in bf16, as checkpoints are stored."""
     family, width, mlp, layers, heads, key_heads, vocabulary, tied = MODELS[recipe.model]
+    text = {
+        "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": key_heads, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied, "max_position_embeddings": 131072, "pad_token_id": 0}
+    if recipe.model not in ENCODERS:
+        config = transformers.AutoConfig.for_model(family, **text)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config = transformers.AutoConfig.for_model(
-        family, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=key_heads, vocab_size=vocabulary,
-        tie_word_embeddings=tied, max_position_embeddings=131072, pad_token_id=0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        family, text_config=text, image_token_id=PICTURE_TOKEN,
+        vision_config={"hidden_size": width} | ENCODERS[recipe.model])
+    sight.load_config = lambda path: config
+    return sight.vision_value_class("")._from_config(config, dtype=torch.bfloat16)
+
+
+def rope_index(model, input_ids, **pictures):
+    """Positions of the right shape; transformers computes them from values."""
+    return input_ids.new_zeros(3, *input_ids.shape), input_ids.new_zeros(len(input_ids), 1)
 
 
 def replace_parts(ledger, built):
@@ -203,6 +228,7 @@ def replace_parts(ledger, built):
     for script in (train_critic, train_policy, sft):
         script.turn_logprobs = packed.turn_logprobs
     models.load_model = load_model
+    qwen2_vl.Qwen2VLModel.get_rope_index = rope_index
     _fsdp_init._move_states_to_device = move
     ShardingPropagator._fake_mode_lock = mock.patch.object(ledger, "planning", True)
 
@@ -222,18 +248,40 @@ def candidates(prompt, tokens, count):
             for index in range(count)]
 
 
+def page(picture, row):
+    """The row as a value critic reads it, which shows a picture of the solution first."""
+    height, width = picture
+    shown = [PICTURE_TOKEN] * (height * width // 4)
+
+    def opening():
+        ids = torch.tensor([shown])
+        return transformers.BatchFeature({
+            "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": torch.ones_like(ids),
+            "pixel_values": torch.zeros(height * width, 3 * 2 * 14 * 14),  # a still is two frames
+            "image_grid_thw": torch.tensor([[1, height, width]])})
+
+    return value_critic.ValueRow(shown + row.ids[len(shown):],
+                                 [-1] * len(shown) + row.turn_index[len(shown):],
+                                 outcome=1.0, opening=opening)
+
+
 def entry(recipe):
     """What a micro-batch has: a pair or, for rejection fine-tuning, a row."""
     if recipe.stage == "policy":
         return tuple(candidates(*recipe.tokens, 2))
     rows = [dialogue(token, tokens, recipe.agent)  # equal rows would be computed once
             for token, tokens in enumerate(recipe.tokens, 1)]
+    if recipe.stage == "value":
+        rows = [page(recipe.picture, row) for row in rows]
     return rows[0] if recipe.stage == "rft" else tuple(rows)
 
 
 def objective(recipe, model, mine):
     if recipe.stage == "critic":
         return train_critic.critic_objective(model, mine, 0.1, 0.01, "turn")
+    if recipe.stage == "value":
+        return value_critic.value_objective(model, mine)
     if recipe.stage == "rft":
         return sft.supervised_objective(model, mine, 500.0)
     return train_policy.dpo_objective(model, mine, 0.1, 0.01)
@@ -245,14 +293,15 @@ def train(recipe, ledger, figures, watches):
     args = types.SimpleNamespace(**{
         "model": "", "seed": 0, "dtype": None, "lora_rank": 0, "lora_alpha": None,
         "checkpointing_every": None, "reshard": True} | recipe.flags)
-    model = run.model = models.open_to_train(args, run)
+    head = [sight.vision_value_class("")] if recipe.stage == "value" else []
+    model = run.model = models.open_to_train(args, run, *head)
     figures["loading"], figures["host"] = ledger.peak["card"], ledger.peak["host"]
     figures["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     for tensor in (*model.parameters(), *model.buffers()):
         ledger.see(tensor.data, "weights")
     counted = min(recipe.micro_batches, 2)  # the others are as the first
     batch = [entry(recipe) for _ in range(counted * run.world)]
-    if recipe.stage != "rft":
+    if recipe.stage not in ("rft", "value"):
         ledger.begin("reference")
         rows = [row for pair in batch for row in pair]
         train_critic.set_reference(model, rows[:2 * run.world], run, 2)
@@ -296,20 +345,29 @@ def step(recipe, ledger, run, model, optimizer, batch):
 
 
 def rank(recipe, ledger, figures, watches):
-    """Open critic and reference, and score 16 candidates of a state."""
+    """Open the critic, and its reference if it has one, and score 16 candidates of a state."""
     matrices = recipe.flags.get("lora_rank")
     models.fp32_head = fp32_head
     models.load_matrices = lambda model, path: add_matrices(model, matrices, 2 * matrices)
-    critic = object.__new__(train_critic.Critic)  # its __init__ reads directories
-    critic.normalise = "turn"
-    critic.model, critic.reference = models.open_with_reference(
-        "critic", "base", "cpu:0", lora=bool(matrices))
+    rows = candidates(*recipe.tokens, 16)
+    if recipe.model in ENCODERS:
+        rows = [page(recipe.picture, row) for row in rows]
+        critic = object.__new__(value_critic.ValueCritic)  # its __init__ reads directories
+        critic.model = models.load_model("critic", "cpu:0")
+        critic.model.score = fp32_head(critic.model.score)
+        opened = [critic.model]
+    else:
+        critic = object.__new__(train_critic.Critic)
+        critic.normalise = "turn"
+        opened = critic.model, critic.reference = models.open_with_reference(
+            "critic", "base", "cpu:0", lora=bool(matrices))
     figures["loading"] = ledger.peak["card"]
     figures["parameters"] = sum(parameter.numel() for parameter in critic.model.parameters())
-    for tensor in (*critic.model.parameters(), *critic.reference.parameters()):
-        ledger.see(tensor, "weights")
+    for model in opened:
+        for tensor in model.parameters():
+            ledger.see(tensor, "weights")
     ledger.begin("step")
-    critic.turn_advantages(candidates(*recipe.tokens, 16))
+    critic.turn_advantages(rows)
 
 
 def fp32_head(head):
@@ -324,7 +382,7 @@ def figures_of(recipe, mode=None, watches=None):
     figures = {}
     with mode or contextlib.nullcontext():
         built = [build(recipe) for _ in range(1 + (recipe.stage == "ranking"))]
-        ledger = Ledger(built[0].config.vocab_size, workspace=recipe.model != "small")
+        ledger = Ledger(MODELS[recipe.model][-2], workspace=not recipe.model.startswith("small"))
         replace_parts(ledger, built)
         with ledger:
             stage = rank if recipe.stage == "ranking" else train
@@ -417,6 +475,7 @@ SMALL = {
     "policy": Recipe("small", world=1, stage="policy", tokens=(300, 100)),
     "lora": Recipe("small", world=1, tokens=(400, 600), flags={"lora_rank": 8}),
     "eight_ranks": Recipe("small", tokens=(400, 600)),
+    "pages": Recipe("small, sees", world=1, stage="value", tokens=(400, 600), picture=(24, 20)),
     "reduce_once": Recipe("small", tokens=(400, 600), micro_batches=2,
                           flags={"reduce_once": True}),
 }

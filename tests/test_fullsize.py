@@ -48,7 +48,7 @@ def number(cell):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["lora", "eight_ranks"])
+@pytest.mark.parametrize("model", ["lora", "eight_ranks", "pages"])
 def test_peaks_and_arithmetic_without_data_are_those_of_small_models_that_really_run(model):
     simulated, counted, allocated, products, equal = rows_printed("--validate", model)[model]
     assert float(simulated) == pytest.approx(float(counted), rel=0.01)
