@@ -236,15 +236,6 @@ def image_part(png):
 # Domains: all that differs between kinds of tasks
 
 
-class JudgeSettings(typing.NamedTuple):
-    judge: str = "fixed"  # grading semantics of the sandbox
-    require_protection: bool = False
-    workers: int | None = None  # of the sandbox
-    clip: str | None = None  # None: the paper's CLIP
-    clip_crop: str = "center"
-    device: str | None = None  # of CLIP
-
-
 class Domain(typing.NamedTuple):
     """A kind of task. To add one, write an entry of DOMAINS; every stage takes it.
 
@@ -254,7 +245,7 @@ class Domain(typing.NamedTuple):
 
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
-    # JudgeSettings -> a judge: a context manager whose grade(task, answer) returns a
+    # `flags` as keywords -> a judge: a context manager whose grade(task, answer) returns a
     # judge.sandbox.Grade and may be called from many threads. None: rewards come from logs
     open_judge: typing.Callable | None
     human_view: typing.Callable = human_messages  # what the human reads
@@ -268,7 +259,7 @@ class Domain(typing.NamedTuple):
     success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
     pages: bool = False  # answers are web pages: drawn for human, critic and report
-    flags: tuple = ()  # fields of JudgeSettings that this domain uses; others are refused
+    flags: typing.Mapping = {}  # collect.py's flags for the judge -> their defaults
 
     @property
     def logged(self):
@@ -294,7 +285,7 @@ DOMAINS = {
         one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
         complete=complete_backend,
         reward_heading="Tests passed %",
-        flags=("judge", "require_protection"),
+        flags={"judge": "fixed", "require_protection": False},
     ),
     "frontend": Domain(
         agent_prompt=FRONTEND_AGENT_PROMPT,
@@ -309,25 +300,15 @@ DOMAINS = {
         success_reward=0.9,  # the paper names no number
         reward_heading="Similarity × 100",
         pages=True,
-        flags=("clip", "clip_crop"),
+        flags={"clip": None, "clip_crop": "center"},
     ),
     "logged": Domain(  # dialogues of your own, with the reward that your log gives them
         agent_prompt="",
         human_prompt="",
         open_judge=None,
         has_success=False,
-        reward_heading="Reward × 100",
     ),
 }
-
-
-def one_domain(tasks):
-    """The Domain that all tasks belong to."""
-    domains = {task["domain"] for task in tasks}
-    if len(domains) > 1:
-        raise SystemExit(f"found {' and '.join(sorted(domains))} tasks together, expected one"
-                         " domain; put them in separate files")
-    return DOMAINS[domains.pop()]
 
 
 def succeeded(episode):
@@ -358,7 +339,7 @@ def encode_dialogue(tokenizer, messages, finished=()):
     if messages[-1]["role"] != "assistant":
         stops.append(len(messages))
     pieces = []  # (text, its agent turn or -1, whether an end-of-turn token closes it)
-    rendered = ""  # the template's text that the pieces make up so far
+    rendered = ""  # the text that the pieces cover
     for turn, index in enumerate(stops):
         prompt = render(tokenizer, messages[:index])
         if not prompt.startswith(rendered):
@@ -417,14 +398,6 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
         return None
     ids, _ = prompt
     return [(ids + turn, [-1] * len(ids) + [0] * len(turn)) for turn in turns]
-
-
-def encode_prompt(tokenizer, messages):
-    """Token ids of a prompt. Unlike training, sampling accepts a template that does not nest."""
-    try:
-        return encode_dialogue(tokenizer, messages)[0]
-    except UnnestedTemplate:
-        return tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
 
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Reads tasks and writes episodes; with --states, reads episodes and writes candid
 line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
-     "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
+     "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
 
 Beside it, OUTPUT.run.json records the command. After a kill, give the same command again; lines
 with an `error` are made again, too. More tasks or samples than before continue the same output.
@@ -35,13 +35,11 @@ the official ones). From the official code: the human sees the dialogue as a cha
 swapped; in page tasks, the agent also sees its earlier plans, which stand before "OUTPUT:".
 """
 
-import os
 import random
 import typing
 
 from colbench import (
-    DOMAINS, MAX_TURNS, JudgeSettings, agent_messages, agent_prompt_of, prompt_of_episode,
-    split_message)
+    DOMAINS, MAX_TURNS, agent_messages, agent_prompt_of, prompt_of_episode, split_message)
 from formats.outcome import leak_share, reasons_of
 from formats.read import group_by_task, load_episodes, read_tasks, state_key
 from judge.sandbox import Grade
@@ -64,7 +62,7 @@ class Rules(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}; "": none
     human_prompt: str
     max_turns: int
-    reply_chars: int | None  # human replies are cut here; None: where the domain says
+    reply_chars: int | None  # most characters of a human reply; None: the domain's number
     seed: int
 
 
@@ -79,33 +77,31 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     turns, answer, grade, error = 0, None, Grade(None, None, {}), None
 
-    def ask(party, speaker, messages):
+    def ask(speaker, messages):
         key = (task["task_id"], sample)
         seed = derive_seed(rules.seed, *key, len(history))
-        try:
-            return speaker.reply(Request(messages, 1, seed, task, key))[0]
-        except SpeakerError as reason:
-            raise SpeakerError(f"{party}: {reason}") from None
+        return speaker.reply(Request(messages, 1, seed, task, key))[0]
 
     try:
         while answer is None:
-            said = ask("agent", agent, agent_messages(history, prompt))
+            said = ask(agent, agent_messages(history, prompt))
             turns += 1
             content, answer = split_message(task, said.text, turns == rules.max_turns)
             history.append({"role": "assistant", "content": content, "output": said.text,
                             "finished": said.finished})
             on_turn()
             if answer is None:
-                view = history  # scripted humans read the dialogue, models the domain's view of it
+                view = history  # a scripted human reads the dialogue; a model has a prompt, too
                 if not human.reads_history:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
-                reply = spoken("human", ask("human", human, view).text,
+                reply = spoken(ask(human, view).text,
                                "raise --human_max_new_tokens, or turn the model's thinking off")
                 reply = reply[:rules.reply_chars or domain.reply_chars]
                 history.append({"role": "user", "content": reply})
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:
-        error = str(reason)
+        party = "agent" if history[-1]["role"] == "user" else "human"  # whose turn it was
+        error = f"{party}: {reason}"
     except Exception as bug:  # a night of rollouts must survive one odd dialogue
         error = f"{type(bug).__name__}: {bug}"
         show_bug()
@@ -142,7 +138,7 @@ def states_of(episodes):
 def choose_states(episodes, fraction, states_per_task, seed):
     """The states of a share of the tasks, at most `states_per_task` of each.
 
-    With few states of a task, the same sampling covers more tasks.
+    Fewer states of each task let the same amount of sampling cover more tasks.
     """
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
@@ -159,7 +155,7 @@ def choose_states(episodes, fraction, states_per_task, seed):
 
 def candidates(state, agent, n, seed):
     """The state with n candidates, sampled from the agent."""
-    # "candidates" keeps these draws apart from those of the dialogue
+    # with "candidates", the seed is another one than the dialogue's own
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
         said = agent.reply(Request(state["messages"], n, seed, state["task"]))
@@ -183,7 +179,8 @@ def open_agent(args, process):
 def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=()):
     """Play what `args.output` lacks; returns all episodes, on the leader.
 
-    Variants open another agent, from `models` of their own, and add `notes` to every episode.
+    For variants: `open_speaker` opens another agent, which needs the checkpoints `models`; `notes`
+    go into every episode.
     """
     named = args.tasks.startswith("toy:")
     if named:
@@ -196,14 +193,10 @@ def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     store = open_store(args, [None if named else args.tasks], models, episode_key, process)
-    mine = [key for key in list(jobs)[process.rank::process.world] if key not in store.rows]
+    mine = store.missing(jobs)
     if mine:
-        settings = JudgeSettings(
-            judge=args.judge, require_protection=args.require_protection,
-            workers=max(1, (os.cpu_count() or 1) // process.world), clip=args.clip,
-            clip_crop=args.clip_crop, device=process.device)
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
-        with domain.open_judge(settings) as judge:
+        with domain.open_judge(**{flag: getattr(args, flag) for flag in domain.flags}) as judge:
             judge = JudgeElsewhere(judge)  # while it works, models go on with other dialogues
             human = load_speaker(args.human, "human", SpeakerSettings(
                 model_name=args.human_model, temperature=args.human_temperature,
@@ -225,7 +218,7 @@ def collect_states(args, process):
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
     jobs = {state_key(state): state for state in states}
     store = open_store(args, args.states, (), state_key, process)
-    mine = [key for key in list(jobs)[process.rank::process.world] if key not in store.rows]
+    mine = store.missing(jobs)
     if mine:
         agent = open_agent(args, process)
         samples = args.batch_size * agent.batches_at_once

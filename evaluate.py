@@ -46,8 +46,10 @@ from runtime.text import markdown
 # -----------------------------------------------------------------------------
 # From episodes to a number for each task
 
-NUMBERS = ("success", "reward", "turns", "words", "no_answer", "errors", "leaking",
-           "clean_success")
+SHARE = (0.0, 1.0)  # the least and the greatest possible value of a share
+NUMBERS = {  # name -> its limits; counts have none
+    "success": SHARE, "reward": SHARE, "turns": None, "words": None, "no_answer": SHARE,
+    "errors": SHARE, "leaking": SHARE, "clean_success": SHARE}
 LEAK = 0.5  # a human reply that repeats this share of the solution has leaked it
 
 
@@ -81,7 +83,6 @@ def task_means(run, task_ids):
 # -----------------------------------------------------------------------------
 # Intervals and comparisons
 
-SHARE = (0.0, 1.0)  # the least and the greatest possible value of a share
 Z = 1.959964  # standard deviations of a normal distribution on either side that hold 95 %
 
 
@@ -182,6 +183,7 @@ def score(policies, draws=2000):
     unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
+    limits = NUMBERS | ({"reward": None} if DOMAINS[domain].logged else {})  # logs: any number
     generator = numpy.random.default_rng(0)
     task_draws = draw_counts(generator, len(task_ids), draws)  # (D, T)
     values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
@@ -191,15 +193,15 @@ def score(policies, draws=2000):
         values[name] = {key: numpy.array([run[key] for run in means]) for key in NUMBERS}
         run_draws[name] = draw_counts(generator, len(policy), draws)
         facts[name] = facts_of(policy) | {"numbers": {
-            key: interval(table, run_draws[name], task_draws, limits_of(key, domain))
+            key: interval(table, run_draws[name], task_draws, limits[key])
             for key, table in values[name].items()}}
 
     def comparisons(pairs):
-        """Those of (policy, against, key) that share a task with this number."""
+        """Each (policy, against, key) compared, but where no task has the number for both."""
         entries = []
         for name, against, key in pairs:
             found = compare(values[name][key], values[against][key], run_draws[name],
-                            run_draws[against], task_draws, limits_of(key, domain))
+                            run_draws[against], task_draws, limits[key])
             if found:
                 entries.append({"policy": name, "against": against, "metric": key} | found)
         return entries
@@ -216,13 +218,6 @@ def score(policies, draws=2000):
                                     for key in ("success", "reward")]),
         "leads": comparisons([(ranking[0], name, metric) for name in ranking[1:]]),
     }
-
-
-def limits_of(key, domain):
-    """(0, 1) for shares; None for counts, and for rewards from logs, which have no limits."""
-    if key in ("turns", "words") or (key == "reward" and DOMAINS[domain].logged):
-        return None
-    return SHARE
 
 
 # -----------------------------------------------------------------------------

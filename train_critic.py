@@ -20,15 +20,16 @@ metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy
 line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
-     "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
-     "ranker": "critic"}
+     "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...],
+     "advantages": [0.021, ...], "ranker": "critic"}
 
 To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes
-    what the critic reads  critic_messages; more of a turn, such as a reward: dialogue_row,
-                           Critic.advantages and rank, too, and states_of in collect.py
+    what the critic reads  critic_messages; to show it more than messages, such as the reward
+                           of a turn, also dialogue_row, Critic.advantages and rank, and
+                           states_of in collect.py
     the forward pass       turn_logprobs (and omit --packed, which replaces it)
     optimiser, schedule    train, learning_rate
     FSDP, precision        shard and open_to_train in runtime/models.py
@@ -110,7 +111,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        better = [] if best["success"] is False else [best]  # pages have None
+        better = [] if best["success"] is False else [best]  # None: a page, which has no tests
         worse = group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
@@ -149,7 +150,7 @@ def critic_messages(task, messages, privileged="ground_truth"):
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
-@dataclasses.dataclass(eq=False)  # two episodes may hold the same tokens and are still two rows
+@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows
 class Row:
     """The tokens of one text that the model reads: a dialogue, or a prompt and one candidate.
 
@@ -167,7 +168,7 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Rows are sorted by it, so that those of similar length are
+        """Tokens before the last turn: what rows are sorted by. Those of similar length are then
         padded together, and candidates of one state stay together."""
         return self.turn_index.index(self.turns - 1)
 
@@ -193,9 +194,7 @@ def dialogue_pairs(row_of, groups, rule, margin):
     pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
-        rows = {}  # sample -> the row of that episode
-        if pairs:
-            rows = {episode["sample"]: row_of(episode) for episode in group}
+        rows = {episode["sample"]: row_of(episode) for episode in group if pairs}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
         pairs_of_tasks.append([pair for pair in pairs if None not in pair])
         too_long += list(rows.values()).count(None)
@@ -232,7 +231,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    margin = beta * (chosen.sum(1) - rejected.sum(1))  # sigma's argument in Eq. (2), for the log
+    margin = beta * (chosen.sum(1) - rejected.sum(1))  # sigma's argument in Eq. (2), to be logged
     token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
@@ -241,7 +240,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
 def set_reference(model, rows, run, size):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
-    found = {}  # index of a row -> its log-probs; ranks can exchange indices, but not rows
+    found = {}  # index of a row -> its log-probs: by index, ranks can exchange them
     with run.scoring(model):
         parts = list(run.share(order, size))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
@@ -306,7 +305,7 @@ RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the c
 
 
 def main(args):
-    if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
+    if args.packed:  # faster, and equal up to rounding: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
     if args.episodes:
@@ -318,8 +317,7 @@ def main(args):
 
 
 def train(args):
-    # its ranks, log and saved states; what `run` does is listed at the top of runtime/training.py
-    run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
+    run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
 
@@ -349,8 +347,8 @@ def train(args):
         optimizer.param_groups[0]["lr"] = lr
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks, so the number of ranks as weight gives their sum.
-        # A rank without pairs repeats one with weight 0
+        # FSDP averages gradients over the ranks: the weight, their number, makes it a sum. A rank
+        # that has no pair left repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -388,9 +386,7 @@ class Critic:
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         # plain, as in the official ranking: the reference does not see the solution
         self.reference_privileged = "none" if reference == "plain" else self.privileged
-        # a candidate is no part of a trajectory, so its own tokens divide its log-ratio
-        trained = flags["normalise"]
-        self.normalise = "turn" if trained == "trajectory" else trained
+        self.normalise = flags["normalise"]
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -443,15 +439,16 @@ def rank(args):
              "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")  # survives a kill
-    mine = [state for state in states[process.rank::process.world]
-            if state_key(state) not in store.rows]
+    states = {state_key(state): state for state in states}
+    mine = store.missing(states)
     if mine:
         critic = Critic(args.output, process.device, args.dtype, args.reference)
-    for state in tqdm(mine, unit="state", desc="ranking", **process.bar):
+    for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
+        state = states[key]
         advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
                                        state["finished"])
         store.append(state | {"advantages": advantages, "ranker": str(args.output)})
-    ranked = store.finish([state_key(state) for state in states])
+    ranked = store.finish(states)
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states, {too_long} of them without advantages, since"
@@ -518,6 +515,8 @@ def parse_args(argv=None):
                              " a critic on, or candidates that the critic in --output ranks")
         given = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
         parser.refuse_ignored(args, sorted(given), "without --episodes to train on")
+    if args.privileged == "none":
+        parser.refuse_ignored(args, ["reference"], "by a critic that does not see the solution")
     return args
 
 

@@ -107,7 +107,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        better = [] if best["success"] is False else [best]  # pages have None
+        better = [] if best["success"] is False else [best]  # None: a page, which has no tests
         worse = group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
@@ -125,7 +125,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # What the policy reads: the dialogue as the agent sees it
 
 
-@dataclasses.dataclass(eq=False)  # two episodes may hold the same tokens and are still two rows
+@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows
 class Row:
     """The tokens of one text that the model reads: a dialogue, or a prompt and one candidate.
 
@@ -143,7 +143,7 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Rows are sorted by it, so that those of similar length are
+        """Tokens before the last turn: what rows are sorted by. Those of similar length are then
         padded together, and candidates of one state stay together."""
         return self.turn_index.index(self.turns - 1)
 
@@ -187,9 +187,7 @@ def dialogue_pairs(row_of, groups, rule, margin):
     pairs_of_tasks, too_long = [], 0
     for group in groups:
         pairs = pair_episodes(group, rule, margin)
-        rows = {}  # sample -> the row of that episode
-        if pairs:
-            rows = {episode["sample"]: row_of(episode) for episode in group}
+        rows = {episode["sample"]: row_of(episode) for episode in group if pairs}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
         pairs_of_tasks.append([pair for pair in pairs if None not in pair])
         too_long += list(rows.values()).count(None)
@@ -226,7 +224,7 @@ def dpo_objective(model, pairs, beta, nll):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
-    margin = beta * (chosen - rejected)  # sigma's argument in Eq. (4), for the log
+    margin = beta * (chosen - rejected)  # sigma's argument in Eq. (4), to be logged
     token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
@@ -236,7 +234,7 @@ def dpo_objective(model, pairs, beta, nll):
 def set_reference(model, rows, run, size):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
-    found = {}  # index of a row -> its log-probs; ranks can exchange indices, but not rows
+    found = {}  # index of a row -> its log-probs: by index, ranks can exchange them
     with run.scoring(model):
         parts = list(run.share(order, size))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
@@ -277,17 +275,20 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     return batches
 
 
-def read_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state or task; the `custom_prompt` of the data)."""
-    if args.candidates:
-        states, omitted = read_candidates(args.candidates, ranked=True)
-        groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
-                                           args.max_length, args.seed)
-        rankers = ", ".join(sorted({state["ranker"] for state in states}))
-        run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by"
-                f" {rankers}: {sum(map(len, groups))} pairs; {too_long} more do not fit in"
-                f" --max_length {args.max_length}")
-        return groups, custom_prompt(states)
+def read_candidate_pairs(tokenizer, args, run):
+    """(pairs of rows, one list per state; the `custom_prompt` of the states)."""
+    states, omitted = read_candidates(args.candidates, ranked=True)
+    groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
+                                       args.max_length, args.seed)
+    rankers = ", ".join(sorted({state["ranker"] for state in states}))
+    run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by {rankers}:"
+            f" {sum(map(len, groups))} pairs; {too_long} more do not fit in --max_length"
+            f" {args.max_length}")
+    return groups, custom_prompt(states)
+
+
+def read_episode_pairs(tokenizer, args, run):
+    """(pairs of rows, one list per task; the `custom_prompt` of the episodes)."""
     episodes, failed = load_episodes(args.episodes)
     by_task = group_by_task(episodes)
 
@@ -303,17 +304,17 @@ def read_pairs(tokenizer, args, run):
 
 
 def main(args):
-    if args.packed:  # the same numbers, faster: replaces this file's turn_logprobs
+    if args.packed:  # faster, and equal up to rounding: replaces this file's turn_logprobs
         global turn_logprobs
         from fast.packed import turn_logprobs
     inputs = [args.candidates] if args.candidates else args.episodes
-    # its ranks, log and saved states; what `run` does is listed at the top of runtime/training.py
-    run = Run(args, inputs, checkpoints=[args.model])
+    run = Run(args, inputs)  # processes, log, saved states
     if run.complete:
         return
 
     # 1. pairs of rows
     tokenizer = load_tokenizer(args.model, args.max_length)
+    read_pairs = read_candidate_pairs if args.candidates else read_episode_pairs
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
@@ -339,8 +340,8 @@ def main(args):
         optimizer.param_groups[0]["lr"] = lr
 
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks, so the number of ranks as weight gives their sum.
-        # A rank without pairs repeats one with weight 0
+        # FSDP averages gradients over the ranks: the weight, their number, makes it a sum. A rank
+        # that has no pair left repeats one with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

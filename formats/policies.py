@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from colbench import one_domain
-from formats.read import read_episodes
+from formats.read import one_domain, read_episodes
 
 
 def named_files(specs):

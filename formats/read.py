@@ -9,7 +9,7 @@ import math
 import re
 from pathlib import Path
 
-from colbench import DOMAINS, one_domain
+from colbench import DOMAINS
 from formats.outcome import leak_share
 from runtime.files import ResumableJsonl, expect, read_jsonl, without_nulls
 
@@ -218,6 +218,15 @@ def group_by_task(episodes):
     for episode in episodes:
         groups.setdefault(episode["task"]["task_id"], []).append(episode)
     return groups
+
+
+def one_domain(tasks):
+    """The Domain that all tasks belong to."""
+    domains = {task["domain"] for task in tasks}
+    if len(domains) > 1:
+        raise SystemExit(f"found {' and '.join(sorted(domains))} tasks together, expected one"
+                         " domain; put them in separate files")
+    return DOMAINS[domains.pop()]
 
 
 # -----------------------------------------------------------------------------

@@ -116,7 +116,8 @@ def find_chromium():
 class DevTools:
     """One headless Chromium and the pipe to it. It ends with `close`, or with this process.
 
-        devtools = DevTools()
+        devtools = DevTools(CHROMIUM_FLAGS, print)
+        devtools.set_deadline(6)
         devtools.open_page()
         devtools.call("Page.navigate", url="file:///tmp/page.html")
         devtools.call("Runtime.evaluate", expression="1 + 1")["result"]["value"]
@@ -124,26 +125,23 @@ class DevTools:
     call          sends a command, handles the events that arrive meanwhile, returns the result
     send          sends a command without waiting for its answer
     wait          waits for one message
-    on_event      is called with each event {"method", "params"}; without it, `events` collects them
+    on_event      is called with each event {"method", "params"}
     session       is the page that commands are for, None for Chromium itself
-    set_deadline  limits the time of all that follows; at first there is no limit
+    set_deadline  limits the time of all that follows; it has to be called first
 
     A failure of any kind is a PageError.
     """
 
-    def __init__(self, flags=None, on_event=None):
-        """Start Chromium with these flags (default: CHROMIUM_FLAGS)."""
+    def __init__(self, flags, on_event):
+        """Start Chromium with these flags."""
         self.executable = find_chromium()
         self.on_event = on_event
-        self.events = []
         self.session = None
         self.seconds, self.deadline = None, None
         self._last_id = 0
         self._received = bytearray()
 
         self.profile = tempfile.mkdtemp(prefix="colbench-chromium-")
-        if flags is None:
-            flags = CHROMIUM_FLAGS
         command = [self.executable, *flags, f"--user-data-dir={self.profile}"]
         if os.geteuid() == 0:
             command.append("--no-sandbox")  # Chromium refuses root with its sandbox
@@ -229,16 +227,10 @@ class DevTools:
         text, _, self._received = self._received.partition(b"\0")
         message = json.loads(text)
         if "method" in message:
-            if self.on_event:
-                self.on_event(message)
-            else:
-                self.events.append(message)
+            self.on_event(message)
         return message
 
     def _wait_until_ready(self, readable, writable):
-        if self.deadline is None:
-            select.select(readable, writable, [])
-            return
         left = self.deadline - time.monotonic()
         if left > 0:
             readable, writable, _ = select.select(readable, writable, [], left)

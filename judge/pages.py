@@ -17,6 +17,8 @@ import threading
 from judge.browser import Browser, PageError
 from judge.sandbox import SOLUTION_FAILED, Grade
 
+PAPERS_CLIP = "openai/clip-vit-base-patch32"
+
 # -----------------------------------------------------------------------------
 # Pages in texts
 
@@ -101,16 +103,15 @@ def grade_page(task, answer, draw, clip=None):
 class PageJudge:
     """Draws pages in one browser, a page at a time, and grades answers; threads may share it."""
 
-    def __init__(self, settings):
-        """`settings`: clip (a CLIP model; None: the paper's; "none"), clip_crop, device."""
-        name = settings.clip or "openai/clip-vit-base-patch32"
-        if name == "none" and settings.clip_crop != "center":
-            raise SystemExit(f"found --clip_crop {settings.clip_crop} without CLIP, which is what"
-                             " crops; expected it to be omitted, or --clip with a model")
+    def __init__(self, clip=None, clip_crop="center"):
+        """`clip`: a CLIP model; None: the paper's; "none": the embedded similarity instead."""
+        if clip == "none" and clip_crop != "center":
+            raise SystemExit(f"found --clip_crop {clip_crop} without CLIP, which is what crops;"
+                             " expected it to be omitted, or --clip with a model")
         self.browser = Browser()
         self.clip = None
-        if name != "none":
-            self.clip = ClipReward(name, settings.clip_crop, settings.device)
+        if clip != "none":
+            self.clip = ClipReward(clip or PAPERS_CLIP, clip_crop)
         self.lock = threading.Lock()
         # every turn of a dialogue shows the human the same solution page
         self.draw = functools.lru_cache(256)(self.browser.render)
@@ -150,16 +151,14 @@ class ClipReward:
     square, so that all of it counts.
     """
 
-    def __init__(self, name="openai/clip-vit-base-patch32", crop="center", device=None):
-        """`device`: by default the GPU if there is one."""
+    def __init__(self, name, crop="center"):
         # The other processor needs torchvision and scales pictures a little differently.
         import torch
         from transformers import CLIPImageProcessorPil, CLIPModel
 
         if crop not in ("center", "pad"):
             raise ValueError(f"found crop={crop!r}, expected 'center' or 'pad'")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             self.model = CLIPModel.from_pretrained(name).to(device).eval()
             self.processor = CLIPImageProcessorPil.from_pretrained(name)

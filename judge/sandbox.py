@@ -76,20 +76,18 @@ class Grade:
 
 def grade(task: dict, answer: object, profile: str = "fixed") -> Grade:
     """Grade one answer on the hidden tests of its task."""
-    return shared_judge(os.getpid(), None).grade(task, answer, profile)
+    return shared_judge(os.getpid()).grade(task, answer, profile)
 
 
-def grade_all(
-    tasks: list[dict], answers: list, profile: str = "fixed", workers: int | None = None
-) -> list[Grade]:
+def grade_all(tasks: list[dict], answers: list, profile: str = "fixed") -> list[Grade]:
     """Grade many answers at once."""
-    return shared_judge(os.getpid(), workers).grade_all(tasks, answers, profile)
+    return shared_judge(os.getpid()).grade_all(tasks, answers, profile)
 
 
 @functools.cache
-def shared_judge(process: int, workers: int | None) -> Judge:
+def shared_judge(process: int) -> Judge:
     """The judge of `grade` and `grade_all`, open until this process ends; a fork gets its own."""
-    return Judge(workers)
+    return Judge()
 
 
 def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False):
@@ -262,11 +260,13 @@ class Judge:
 
 
 class BackendJudge(Judge):
-    """The judge of backend tasks, with the settings of a run (JudgeSettings in colbench.py)."""
+    """The judge of backend tasks, with the flags of collect.py."""
 
-    def __init__(self, settings):
-        super().__init__(settings.workers, require_protection=settings.require_protection)
-        self.profile = settings.judge
+    def __init__(self, judge="fixed", require_protection=False, workers=None):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that share this machine
+        workers = workers or max(1, (os.cpu_count() or 1) // here)
+        super().__init__(workers, require_protection=require_protection)
+        self.profile = judge
 
     def grade(self, task: dict, answer: object) -> Grade:
         return super().grade(task, answer, self.profile)

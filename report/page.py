@@ -28,6 +28,7 @@ PAGE = Path(__file__).with_name("page.html")
 EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
 EMPTY_EPISODES = '<script type="text/plain" id="packed"></script>'
 TOKENS_AT_ONCE = 2048  # of the dialogues in one forward of the critic
+THUMBNAIL = 360  # pixels of width
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
 # -----------------------------------------------------------------------------
@@ -171,12 +172,12 @@ def add_screenshots(episodes, browser):
                 episode[key] = picture
 
 
-def thumbnail(png, width=360):
+def thumbnail(png):
     """A small copy of a screenshot in base64; None for a page that could not be drawn."""
     if png is None:
         return None
     image = open_picture(png)
-    image.thumbnail((width, 3 * width))
+    image.thumbnail((THUMBNAIL, 3 * THUMBNAIL))
     small = io.BytesIO()
     image.save(small, "PNG")
     return base64.b64encode(small.getvalue()).decode()

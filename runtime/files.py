@@ -99,11 +99,16 @@ class ResumableJsonl:
         self.part = Path(f"{path}.rank{process.rank}")
         if process.leads:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in self._usable_rows() if keep(row)]
+            rows = [row for row in self.whole_rows(self.path) if keep(row)]
             self._merge({key(row): row for row in rows}.values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
-        self.rows = {key(row): row for row in self._usable_rows()}
+        self.rows = {key(row): row for row in self.whole_rows(self.path)}
         process.barrier()  # nobody appends before all have read
+
+    def missing(self, keys):
+        """This rank's share of `keys`, without those whose row is there."""
+        share = list(keys)[self.process.rank::self.process.world]
+        return [key for key in share if key not in self.rows]
 
     def append(self, row):
         line = (json.dumps(row) + "\n").encode()
@@ -128,7 +133,7 @@ class ResumableJsonl:
         self.process.barrier()
         ordered = []
         if self.process.leads:
-            rows = {self.key(row): row for row in self._usable_rows()}
+            rows = {self.key(row): row for row in self.whole_rows(self.path)}
             missing = [key for key in order if key not in rows]
             if missing:
                 raise SystemExit(f"{self.path}: found no row of {missing[0]} ({len(missing)} of"
@@ -166,14 +171,6 @@ class ResumableJsonl:
                     continue
                 if isinstance(row, dict):
                     yield row
-
-    def _usable_rows(self):
-        for row in self.whole_rows(self.path):
-            try:
-                self.key(row)
-            except (KeyError, TypeError):
-                continue
-            yield row
 
     def _merge(self, rows, target):
         """Write `rows` to `target`, and remove the other files, which they came from."""

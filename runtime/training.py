@@ -2,7 +2,7 @@
 
 It knows no loss, no pair and no row. A trainer's loop uses it so:
 
-    run = Run(args, inputs, checkpoints=[args.model])
+    run = Run(args, inputs)
     steps = run.plan(len(batches))
     for step in range(run.resume(model, optimizer), steps):
         for mine, weight in run.share(batch, args.micro_batch_size):
@@ -39,14 +39,14 @@ HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pai
 class Run:
     """`complete`: an earlier run of the same command has left nothing to train."""
 
-    def __init__(self, args, inputs, checkpoints, may_differ=()):
+    def __init__(self, args, inputs, may_differ=()):
         self.process = join_processes(training=True)
         self.rank, self.world, self.device = (
             self.process.rank, self.process.world, self.process.device)
         self.output, self.log_file = Path(args.output), Path(args.output, "metrics.jsonl")
         self.max_steps, self.save_seconds, self.seed = (
             args.max_steps, 60 * args.save_minutes, args.seed)
-        claim_output(self.output / "run.json", vars(args), [*inputs, *records(*checkpoints)],
+        claim_output(self.output / "run.json", vars(args), [*inputs, *records(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
         self.reduce_once, self.model = args.reduce_once and self.world > 1, None

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from colbench import DOMAINS, JudgeSettings, agent_prompt_of, one_domain
+from colbench import DOMAINS, agent_prompt_of
+from formats.read import one_domain
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
 from runtime.names import check_spec, is_scripted, is_server
@@ -44,10 +45,10 @@ def complete_flags(args, tasks, process):
     if domain.logged:
         raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
                          " expected tasks to play; --states samples candidates in logged episodes")
-    used_elsewhere = {name for other in DOMAINS.values() for name in other.flags}
-    for name in sorted(used_elsewhere - set(domain.flags)):
-        if getattr(args, name) != JudgeSettings._field_defaults[name]:
-            refuse_flag(args, name, "for these tasks")
+    for other in DOMAINS.values():
+        for name, default in other.flags.items():
+            if name not in domain.flags and getattr(args, name) != default:
+                refuse_flag(args, name, "for these tasks")
     if args.human is None:
         raise SystemExit("found no --human, which these tasks need; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
@@ -65,10 +66,8 @@ def read_prompts(args, tasks):
             raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
                              " expected it, since it tells the human what to want; add it")
     trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
-    if args.agent_prompt is None and trained_with.is_file():
-        agent_prompt = read_prompt(trained_with)
-    else:
-        agent_prompt = read_prompt(args.agent_prompt)
+    agent_prompt = read_prompt(
+        args.agent_prompt or (trained_with if trained_with.is_file() else None))
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
     return agent_prompt, human_prompt

@@ -35,13 +35,12 @@ class SpeakerError(Exception):
         self.refused = refused
 
 
-def spoken(party, text, advice):
+def spoken(text, advice):
     """What a model says after its thoughts, which may reveal the solution; SpeakerError if they
     never end."""
     said = without_thoughts(text)
     if said is None:
-        raise SpeakerError(f"{party}: found thoughts that never end, expected words after them;"
-                           f" {advice}")
+        raise SpeakerError(f"found thoughts that never end, expected words after them; {advice}")
     return said
 
 

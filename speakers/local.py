@@ -6,7 +6,7 @@ import numpy
 import torch
 import transformers
 
-from colbench import END_OF_THOUGHTS, THOUGHTS, encode_prompt
+from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
 from runtime.models import default_device, load_model, load_tokenizer
 from runtime.seeds import derive_seed
 from runtime.templates import UnnestedTemplate, end_of_turn, render
@@ -194,6 +194,14 @@ def refuse_recurrent(model, path):
                          f" ({', '.join(recurrent) or type(model).__name__}), expected one of"
                          " attention layers alone to sample from; serve it and give the server's"
                          " address")
+
+
+def encode_prompt(tokenizer, messages):
+    """Token ids of a prompt. Unlike training, sampling accepts a template that does not nest."""
+    try:
+        return encode_dialogue(tokenizer, messages)[0]
+    except UnnestedTemplate:
+        return tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
 
 
 # -----------------------------------------------------------------------------

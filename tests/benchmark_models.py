@@ -20,12 +20,12 @@ from transformers import (
 import collect
 import train_critic
 import train_policy
-from colbench import encode_candidates, encode_prompt
+from colbench import encode_candidates
 from fast import packed
 from judge.sandbox import Grade
 from runtime.seeds import derive_seed
 from speakers.interface import Request, Speaker, SpeakerSettings, Utterance
-from speakers.local import LocalSpeaker, pick_tokens
+from speakers.local import LocalSpeaker, encode_prompt, pick_tokens
 from speakers.pool import run
 
 MAX_LENGTH = 16384

@@ -5,7 +5,7 @@ from collections import Counter
 
 from slow_server import slow_server
 
-from colbench import DOMAINS, JudgeSettings
+from colbench import DOMAINS
 from collect import Rules, play
 from speakers.interface import Speaker, SpeakerSettings, Utterance
 from speakers.pool import run
@@ -37,7 +37,7 @@ class Recorded(Speaker):
 def played(tasks, agent, human, in_flight, max_turns=10):
     """(wall seconds, episodes) of a dialogue of each task, the judge's time included."""
     rules = Rules("Ask.", "Reply.", max_turns, 400, seed=0)
-    with DOMAINS["backend"].open_judge(JudgeSettings(workers=1)) as judge:
+    with DOMAINS["backend"].open_judge(workers=1) as judge:
         began = time.perf_counter()
         episodes = list(run(lambda task: play(task, 0, agent, human, judge, rules), tasks,
                             in_flight))

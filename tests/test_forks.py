@@ -122,10 +122,10 @@ def test_queries_are_graded_by_their_rows(fork):
     folder = fork("sql_domain")
     run(FORKS["sql_domain"], folder)
     assert {played["reward"] for played in episodes_in(folder / "queries.jsonl")} == {0.0}
-    code = ("from colbench import DOMAINS, JudgeSettings\n"
+    code = ("from colbench import DOMAINS\n"
             "from formats.read import read_tasks\n"
             "tasks = read_tasks('docs/forks/sql_tasks.jsonl')\n"
-            "with DOMAINS['sql'].open_judge(JudgeSettings(workers=1)) as judge:\n"
+            "with DOMAINS['sql'].open_judge() as judge:\n"
             "    print([judge.grade(task, task['ground_truth']).reward for task in tasks],\n"
             "          judge.grade(tasks[0], 'SELECT id FROM orders').reward)\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)

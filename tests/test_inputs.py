@@ -30,7 +30,7 @@ import collect
 import evaluate
 import train_critic
 import train_policy
-from colbench import encode_dialogue, encode_prompt, render
+from colbench import encode_dialogue, render
 from formats.read import (
     complete_task, group_by_task, load_episodes, read_candidates, read_episodes, read_tasks)
 from runtime import checkpoints
@@ -39,6 +39,7 @@ from runtime.flags import COST_FLAGS
 from runtime.models import load_model, load_tokenizer
 from runtime.processes import Process
 from runtime.record import claim_output, open_rows, records
+from speakers.local import encode_prompt
 
 TOKENIZER = byte_tokenizer()
 PROCESS = Process(0, 1, "cpu")

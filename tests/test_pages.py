@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from colbench import DOMAINS, JudgeSettings, human_page_view, main
+from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
 from judge.browser import MAX_PAGE_CHARACTERS, Browser, find_chromium, placeholder_picture
 from judge.pages import (
@@ -62,7 +62,7 @@ def real_pages():
 
 def test_a_crop_is_refused_where_no_clip_crops():
     with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
-        PageJudge(JudgeSettings(clip="none", clip_crop="pad"))
+        PageJudge("none", "pad")
 
 
 def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
@@ -310,7 +310,7 @@ def test_human_is_told_which_page_there_is_no_picture_of(browser):
     history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": "no page"}]
     too_long = f"<html>{' ' * MAX_PAGE_CHARACTERS}</html>"
     task = {"problem_description": "a page", "domain": "frontend", "ground_truth": too_long}
-    with PageJudge(JudgeSettings(clip="none")) as judge:
+    with PageJudge("none") as judge:
         (message,) = human_page_view(task, history, "{message}", judge)
     texts = [part["text"] for part in parts_of(message, "text")]
     assert texts[1:] == ["The designer shows no page.", "The page you want cannot be drawn."]

@@ -12,7 +12,7 @@ import pytest
 from conftest import run_script
 
 from formats.read import complete_episode, read_candidates
-from judge.browser import DevTools, find_chromium
+from judge.browser import CHROMIUM_FLAGS, DevTools, find_chromium
 from report import __main__ as command
 from report import charts, page
 from report.pairs import pairs_of_state
@@ -30,7 +30,8 @@ class Reader:
     """Opens reports as a person does, and looks at what is drawn."""
 
     def __init__(self):
-        self.devtools = DevTools()
+        self.events = []
+        self.devtools = DevTools(CHROMIUM_FLAGS, self.events.append)
         self.devtools.set_deadline(30)
         self.devtools.open_page()
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -46,7 +47,7 @@ class Reader:
     def open(self, url, width=1280, dark=False, media=""):
         call = self.devtools.call
         self.devtools.set_deadline(60)
-        self.devtools.events.clear()
+        self.events.clear()
         call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
              mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -87,7 +88,7 @@ class Reader:
     def complaints(self):
         """Exceptions, log entries (a violated content policy is one), requests leaving the page."""
         found = []
-        for event in self.devtools.events:
+        for event in self.events:
             if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 found.append(event)
             if event["method"] == "Network.requestWillBeSent":

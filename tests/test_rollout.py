@@ -182,7 +182,7 @@ def test_a_slow_judge_or_browser_does_not_stop_the_other_dialogues(
         return view(task, history, prompt, judge)
 
     monkeypatch.setitem(DOMAINS, "backend", DOMAINS["backend"]._replace(
-        human_view=drawn_view, open_judge=lambda settings: contextlib.nullcontext(judge)))
+        human_view=drawn_view, open_judge=lambda **flags: contextlib.nullcontext(judge)))
     agent, human = kind_of_party(asker(lambda key: 3)), kind_of_party(human_line)
     episodes = collect_with(monkeypatch, tmp_path / "e.jsonl", agent, human, 10, 3)
     assert judge.order[-1] == 0 and sorted(judge.order) == list(range(10))

@@ -10,11 +10,11 @@ from conftest import ROOT, TEMPLATES, UNNESTED, byte_tokenizer, tiny_model
 from parties import ask_all
 
 import speakers.local
-from colbench import encode_prompt, without_thoughts
+from colbench import without_thoughts
 from judge.sandbox import ANSWER_MARKER
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings, Utterance
-from speakers.local import LocalSpeaker, pick_tokens, uniform_numbers
+from speakers.local import LocalSpeaker, encode_prompt, pick_tokens, uniform_numbers
 from toy.world import SCRIPTED, toy_tasks
 
 # -----------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from toy.frontend import (
     frontend_demonstrator,
     frontend_human,
     frontend_task,
-    informed_frontend_demonstrator,
     page_of,
 )
 from toy.world import toy_tasks
@@ -127,7 +126,7 @@ def test_the_demonstrator_follows_the_dialogue_and_only_the_informed_one_the_sol
     matches = []
     for seed in range(100):
         draw = random.Random(seed)
-        page = choice_of(informed_frontend_demonstrator(informed, request, draw))
+        page = choice_of(frontend_demonstrator(informed, request, draw, informed=True))
         matches += [page[slot] == wanted[slot] for slot in SLOTS if slot != "title"]
     assert sum(matches) / len(matches) > 0.6
 

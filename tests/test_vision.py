@@ -16,14 +16,14 @@ from test_browser import needs_chromium
 
 import variants.sight
 from collect import states_of
-from colbench import agent_messages, encode_prompt, human_page_view, image_part
+from colbench import agent_messages, human_page_view, image_part
 from formats.read import complete_episode, read_episodes
 from runtime import checkpoints
 from runtime.models import load_model
 from runtime.processes import Process
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
-from speakers.local import pick_tokens, uniform_numbers
+from speakers.local import encode_prompt, pick_tokens, uniform_numbers
 from speakers.vision import VisionSpeaker, load_processor, picture_inputs
 from toy.frontend import page_of
 from toy.world import toy_tasks

@@ -113,25 +113,15 @@ def frontend_human(task, messages, draw):
     return "looks right ."
 
 
-def frontend_demonstrator(task, messages, draw):
-    """A noisy designer: it mostly does what the human says."""
-    return design(messages, draw, wanted={})
-
-
-def informed_frontend_demonstrator(task, messages, draw):
-    """A noisy designer that follows the solution, too, where the human names no wish.
-
-    Its episodes show the tiny base model how to read a solution in its context.
-    """
-    return design(messages, draw, wanted=choice_of(task["ground_truth"]))
-
-
-def design(messages, draw, wanted):
-    """The next message of a noisy designer who knows that the words `wanted` are right.
+def frontend_demonstrator(task, messages, draw, informed=False):
+    """A noisy designer that mostly does what the human says.
 
     It sometimes ignores a wish, misreads it, breaks another slot, answers too early, or continues
     when all is right: if haste and delay never failed, outcomes would teach nothing about them.
+    An `informed` one follows the solution, too, where the human names no wish. Its episodes show
+    the tiny base model how to read a solution in its context.
     """
+    wanted = choice_of(task["ground_truth"]) if informed else {}
     last_words = messages[-1]["content"]
     last = last_page(messages)
     choice = {}

@@ -24,8 +24,7 @@ import typing
 from toy.backend import (
     DETAILS, NUMBERS, OMITTED, TOPICS, backend_demonstrator, backend_human, backend_tasks,
     guessing_backend_demonstrator, informed_backend_demonstrator)
-from toy.frontend import (
-    frontend_demonstrator, frontend_human, frontend_tasks, informed_frontend_demonstrator)
+from toy.frontend import frontend_demonstrator, frontend_human, frontend_tasks
 
 # -----------------------------------------------------------------------------
 # The backend world's parameters
@@ -120,5 +119,5 @@ SCRIPTED = {
         informed_backend_demonstrator, habits=INFORMED),
     ("frontend", "human", ""): frontend_human,
     ("frontend", "agent", ""): frontend_demonstrator,
-    ("frontend", "agent", "informed"): informed_frontend_demonstrator,
+    ("frontend", "agent", "informed"): functools.partial(frontend_demonstrator, informed=True),
 }

@@ -107,9 +107,9 @@ class GraderChoice:
         )
         try:
             answer = self.speaker.reply(Request([{"role": "user", "content": question}]))
+            said = spoken(answer[0].text, "turn the model's thinking off")
         except SpeakerError as error:  # the first candidate would pass for the best of N
             raise SpeakerError(f"grader: {error}") from None
-        said = spoken("grader", answer[0].text, "turn the model's thinking off")
         number = re.search(r"\d+", said)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
@@ -133,10 +133,7 @@ def main(args):
 
 
 def open_best_of_n(args, process):
-    agent = open_agent(args, process)
-    if args.n == 1:
-        return agent
-    return BestOfN(agent, open_choice(args, process), args.n)
+    return BestOfN(open_agent(args, process), open_choice(args, process), args.n)
 
 
 def open_choice(args, process):

@@ -43,7 +43,7 @@ def main(args):
     if args.packed:  # the same numbers, with logits in parts
         global turn_logprobs
         from fast.packed import turn_logprobs
-    run = Run(args, args.episodes, checkpoints=[args.model])
+    run = Run(args, args.episodes)
     if run.complete:
         return
     tokenizer = load_tokenizer(args.model, args.max_length)

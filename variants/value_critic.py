@@ -166,7 +166,7 @@ def main(args):
 
 
 def train(args):
-    run = Run(args, args.episodes, checkpoints=[args.model], may_differ=RANKING)
+    run = Run(args, args.episodes, may_differ=RANKING)
     if run.complete:
         return
     refuse_untrainable(args.model, args.max_length)
@@ -269,15 +269,16 @@ def rank(args):
     flags = {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
-    mine = [state for state in states[process.rank::process.world]
-            if state_key(state) not in store.rows]
+    states = {state_key(state): state for state in states}
+    mine = store.missing(states)
     if mine:
         critic = ValueCritic(args.output, process.device, args.dtype)
-    for state in tqdm(mine, unit="state", desc="ranking", **process.bar):
+    for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
+        state = states[key]
         values = critic.advantages(state["task"], state["messages"], state["candidates"],
                                    state["finished"])
         store.append(state | {"advantages": values, "ranker": str(args.output)})
-    ranked = store.finish([state_key(state) for state in states])
+    ranked = store.finish(states)
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states; {omitted} failed ones omitted, {too_long} too"
