@@ -22,7 +22,6 @@ from formats.read import load_episodes, read_candidates
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
-from speakers.fill import Progress
 
 ALONE = Process(0, 1, "cpu")
 
@@ -483,13 +482,3 @@ def test_what_cannot_be_played_is_refused_before_anything_is_opened(
 
 # -----------------------------------------------------------------------------
 # What is printed
-
-
-def test_the_bar_moves_between_episodes_and_counts_in_the_singular(monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "0")
-    with Progress([], 1, ALONE) as progress:
-        progress.turn()
-        assert progress.bar.postfix == "0 failed, 1 turn"
-        progress.turn()
-        progress.row(episode("t", 1.0))
-    assert progress.bar.postfix == "success 1.000, reward 1.000, 0 failed, 2 turns"
