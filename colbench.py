@@ -322,7 +322,7 @@ def succeeded(episode):
 # Token ids of a dialogue, and which agent turn each belongs to
 
 
-def encode_dialogue(tokenizer, messages, finished=()):
+def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
     """Token ids of a dialogue, and for each the index of its agent turn (-1: not an agent token).
 
     A turn is its text and, when finished, its end-of-turn token. The prompt before it and the turn
@@ -332,27 +332,28 @@ def encode_dialogue(tokenizer, messages, finished=()):
         <u> hi </> <a> hello </> <u> more </> <a> some
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
-    A dialogue that ends with a user message is a prompt: the generation prompt closes it.
+    The generation prompt closes a dialogue that ends with a user message, and with `prompt` any
+    one, since in logs an agent may speak twice in a row.
     """
     end_id, end_text = end_of_turn(tokenizer)
     stops = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if messages[-1]["role"] != "assistant":
+    if prompt or messages[-1]["role"] != "assistant":
         stops.append(len(messages))
     pieces = []  # (text, its agent turn or -1, whether an end-of-turn token closes it)
     rendered = ""  # the text that the pieces cover
     for turn, index in enumerate(stops):
-        prompt = render(tokenizer, messages[:index])
-        if not prompt.startswith(rendered):
+        before = render(tokenizer, messages[:index])
+        if not before.startswith(rendered):
             raise UnnestedTemplate(
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
-        pieces.append((prompt[len(rendered):], -1, False))
+        pieces.append((before[len(rendered):], -1, False))
         if index < len(messages):
             content = messages[index]["content"]
             done = finished[turn] if turn < len(finished) else True
             pieces.append((content, turn, done))
-            rendered = prompt + content + (end_text if done else "")
+            rendered = before + content + (end_text if done else "")
     ids, turn_index = [], []
     encoded = tokenizer([text for text, _, _ in pieces], add_special_tokens=False)["input_ids"]
     for tokens, (_, turn, done) in zip(encoded, pieces, strict=True):
@@ -363,7 +364,7 @@ def encode_dialogue(tokenizer, messages, finished=()):
     return ids, turn_index
 
 
-def encode_within(tokenizer, messages, max_length, finished=()):
+def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     """`encode_dialogue` in at most `max_length` tokens; None if the last turn does not fit.
 
     A longer dialogue loses its oldest turns, each with the reply to it, never part of a turn.
@@ -371,12 +372,12 @@ def encode_within(tokenizer, messages, max_length, finished=()):
     first = first_request(messages) + 1
     roles = [message["role"] for message in messages]
     starts = [index for index in range(first + 1, len(messages)) if roles[index] == "assistant"]
-    if roles[-1] != "assistant":  # if it is a prompt, all turns may be dropped
+    if prompt or roles[-1] != "assistant":  # of a prompt, all turns may be dropped
         starts.append(len(messages))
     for start in [first, *starts]:
         dropped = roles[first:start].count("assistant")
         ids, turn_index = encode_dialogue(tokenizer, messages[:first] + messages[start:],
-                                          finished[dropped:])
+                                          finished[dropped:], prompt)
         if len(ids) <= max_length:
             return ids, turn_index
     return None
@@ -393,10 +394,10 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     turns = [ids + [end_id] if done else ids
              for ids, done in zip(encoded, finished, strict=True)]
-    prompt = encode_within(tokenizer, messages, max_length - max(map(len, turns)))
-    if prompt is None:
+    encoded = encode_within(tokenizer, messages, max_length - max(map(len, turns)), prompt=True)
+    if encoded is None:
         return None
-    ids, _ = prompt
+    ids, _ = encoded
     return [(ids + turn, [-1] * len(ids) + [0] * len(turn)) for turn in turns]
 
 

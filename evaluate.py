@@ -111,15 +111,15 @@ def interval(values, run_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all outcomes are equal, a bootstrap has no width. We then assume that a share z²/(count + z²)
-    of unseen tasks could lie at either of the `limits`; for outcomes of 0 or 1 this is Wilson's
-    interval. Without limits, one task has no interval, since its samples do not tell how other
-    tasks differ.
+    If all outcomes are equal, a bootstrap has no width, and with one task it does not tell how
+    other tasks differ. We then assume that a share z²/(count + z²) of unseen tasks could lie at
+    either of the `limits`; for outcomes of 0 or 1 this is Wilson's interval. Without limits, one
+    task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
     low, high = numpy.percentile(means, (2.5, 97.5))
-    if limits is not None and high - low < 1e-9:
+    if limits is not None and (count == 1 or high - low < 1e-9):
         unseen = Z**2 / (count + Z**2)
         low, high = low + unseen * (limits[0] - low), high + unseen * (limits[1] - high)
     return {"low": float(low), "high": float(high)}

@@ -320,6 +320,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
+    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # of the same critic with fewer steps
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
@@ -400,9 +401,9 @@ class Critic:
             encoded = encode_candidates(self.tokenizer, seen, texts, finished, self.max_length)
             if encoded is None:
                 return None
-            read.append([Row(ids, turn_index) for ids, turn_index in encoded])
+            read.append([Row(*row) for row in encoded])
         rows, reference_rows = read
-        return self.turn_advantages(rows, reference_rows)[:, 0].tolist()  # a candidate is one turn
+        return self.turn_advantages(rows, reference_rows).sum(1).tolist()  # of one turn at most
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -416,7 +417,8 @@ class Critic:
         advantages = advantage(logprobs, reference, tokens, self.normalise)
         if not advantages.isfinite().all():
             raise SystemExit(f"found advantages that are not finite ({advantages[0].tolist()}),"
-                             " expected finite ones; rerun with --dtype float32")
+                             " expected finite ones; rank again with --dtype float32, without"
+                             " --episodes")
         return advantages
 
 

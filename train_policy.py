@@ -157,12 +157,14 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
                            draw)
         if not pairs:
             continue
-        encoded = encode_candidates(tokenizer, state["messages"], state["candidates"],
-                                    state["finished"], max_length)
+        used = sorted({index for pair in pairs for index in pair})
+        encoded = encode_candidates(tokenizer, state["messages"],
+                                    [state["candidates"][index] for index in used],
+                                    [state["finished"][index] for index in used], max_length)
         if encoded is None:
             too_long += len(pairs)
             continue
-        rows = [Row(ids, turn_index) for ids, turn_index in encoded]
+        rows = {index: Row(*row) for index, row in zip(used, encoded, strict=True)}
         pairs_of_states.append([(rows[chosen], rows[rejected]) for chosen, rejected in pairs])
     return pairs_of_states, too_long
 

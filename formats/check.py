@@ -10,6 +10,7 @@ import re
 import sys
 
 from judge.sandbox import SECOND_LINES, check_solutions
+from runtime.files import read_jsonl
 from runtime.text import harmless
 
 
@@ -21,12 +22,13 @@ def check_tasks(path, tasks, profile, require_protection):
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
                          " tasks, whose tests can be checked")
     rows, status = check_solutions(tasks, profile, require_protection)
+    lines = [where for where, _ in read_jsonl(path)]
     tests = {}  # (index of the task, what is wrong) -> names of its tests
     for index, name, reason in rows:
         wrong = reason + solution_advice(tasks[index], name, reason)
         tests.setdefault((index, wrong), []).append(harmless(name))
     for (index, wrong), names in tests.items():
-        print(f"{path}: line {index + 1}, {', '.join(names)}: {wrong}")
+        print(f"{lines[index]}, {', '.join(names)}: {wrong}")
     broken = {index for index, _, _ in rows}
     solvable = len(tasks) - len(broken)
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")

@@ -11,16 +11,17 @@ messages are turns; all others are what the agent read. A tool call is a turn li
 becomes text, as the templates of Qwen and Hermes write it.
 """
 
+import contextlib
 import hashlib
+import itertools
 import json
-import math
 import os
 from pathlib import Path
 
 from colbench import agent_prompt_of
-from formats.read import complete_episode, read_episodes
+from formats.read import complete_episode, is_finite, read_episodes
 from runtime.files import read_jsonl, read_prompt
-from runtime.text import counted
+from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
             ' "..."}], "reward": 1.0}')
@@ -38,6 +39,9 @@ def import_command(args):
     is_log = "messages" in first or "dialogue_history" not in first
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
     output, count = Path(args.output), 0
+    if output.exists() and output.samefile(args.file):
+        raise SystemExit(f"{output}: found the same file as input and --output, expected another"
+                         " name; the log would be replaced")
     rewards = {}  # task_id -> those of its dialogues
     distinct = set()  # hashes of the dialogues
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +83,7 @@ def official_episodes(path, prompt):
 
 def log_episodes(path, prompt):
     """An episode for each line of a log. After lines that do not fit, it stops and names them."""
-    samples, faults = {}, []
+    samples, faults = {}, []  # samples: task -> the numbers of its dialogues
     for where, row in read_jsonl(path):
         wrong = faults_of(row)
         if wrong:
@@ -95,11 +99,17 @@ def log_episodes(path, prompt):
         key = row.get("task")
         if key is None:
             key = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        number = samples[str(key)] = samples.get(str(key), -1) + 1
+        used, number = samples.setdefault(str(key), set()), row.get("sample")
+        if number is None:
+            number = next(free for free in itertools.count(len(used)) if free not in used)
+        if number in used:
+            faults.append(f"{where}: found sample {number} of task {key!r} a second time")
+            continue
+        used.add(number)
         yield complete_episode({
             "task": {"task_id": str(key), "domain": "logged", "problem_description": request,
                      "ground_truth": row.get("ground_truth") or ""},
-            "sample": row.get("sample", number), "dialogue_history": messages,
+            "sample": number, "dialogue_history": messages,
             "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
             "agent_prompt": system or "", "leak": 0.0}, where)
     if faults:
@@ -118,10 +128,11 @@ def text_of(message):
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if isinstance(arguments, str):
-                arguments = json.loads(arguments)
+                with contextlib.suppress(ValueError):  # a model's invalid JSON stays a text
+                    arguments = json.loads(arguments or "{}")
             called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
             texts.append(f"<tool_call>\n{called}\n</tool_call>")
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError):
         return None
     return "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
 
@@ -130,20 +141,21 @@ def faults_of(row):
     """All that is missing or wrong in a line of a log, as texts."""
     faults = []
     reward = row.get("reward")
-    if type(reward) not in (int, float) or not math.isfinite(reward):
+    if type(reward) not in (int, float) or not is_finite(reward):
         faults.append(f"reward {reward!r}, which is no finite number")
     for key, kind in OPTIONS.items():
         if row.get(key) is not None and not isinstance(row[key], kind):
             faults.append(f"{key} of type {type(row[key]).__name__}")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        return [*faults, f"no list of messages, but the keys {', '.join(sorted(row)) or 'none'}"]
+        return [*faults, "no list of messages, but the keys"
+                f" {harmless(', '.join(sorted(row))) or 'none'}"]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             faults.append(f"messages[{index}] without a role")
         elif text_of(message) is None:
-            faults.append(f"messages[{index}] of role {message['role']} whose content is no text,"
-                          " or whose tool_calls lack a function with name and arguments")
+            faults.append(f"messages[{index}] of role {harmless(message['role'])} whose content is"
+                          " no text, or whose tool_calls lack a function with name and arguments")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     if "assistant" not in roles:
         faults.append("no assistant message, which would be a turn")

@@ -5,7 +5,6 @@ missing. A row that does not fit stops the script with file, line, what was foun
 """
 
 import hashlib
-import math
 import re
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def read_tasks(path, num_tasks=None):
     for where, row in read_jsonl(path):
         refuse_other_kind(row, "tasks", where)
         task = complete_task(row, where)
-        while "task_id" not in row and task["task_id"] in first_seen:
+        while row.get("task_id") is None and task["task_id"] in first_seen:
             task["task_id"] += "+"  # official rows have no ids: a repeated one is a task of its own
         earlier = first_seen.setdefault(task["task_id"], where)
         if earlier != where:
@@ -91,7 +90,7 @@ def complete_episode(row, where="episode"):
     reward = None if error else expect(row, "reward", NUMBER, where)
     if not error and not domain.logged and not 0 <= reward <= 1.000001:
         raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1")
-    if not error and not math.isfinite(reward):
+    if not error and not is_finite(reward):
         raise SystemExit(f"{where}: found reward {reward}, expected a finite number")
     success = reward == 1 if domain.has_success and not error else None
     if row.get("success") not in (None, success):
@@ -220,6 +219,11 @@ def group_by_task(episodes):
     return groups
 
 
+def is_finite(number):
+    """Whether a float can hold it; an int may have any number of digits."""
+    return -1e300 < number < 1e300
+
+
 def one_domain(tasks):
     """The Domain that all tasks belong to."""
     domains = {task["domain"] for task in tasks}
@@ -280,7 +284,7 @@ def check_lists(state, ranked, where):
              and is_prompt(state["messages"]))
     if ranked:
         names.append("advantages")
-        sound = sound and all(type(value) in NUMBER and math.isfinite(value)
+        sound = sound and all(type(value) in NUMBER and is_finite(value)
                               for value in state["advantages"])
     lengths = {name: len(state[name]) for name in names}
     if len(set(lengths.values())) > 1 or not state["candidates"]:

@@ -115,6 +115,8 @@ def annotate(policies, critic=None, held_out=()):
     """
     episodes = [episode for runs in policies.values() for run in runs for episode in run
                 if not episode["error"]]
+    for episode in episodes:  # a foreign file may have anything under these names
+        episode |= {"advantages": None, "credits": None}
     if critic:
         add_advantages(critic, episodes)
     for episode in episodes:

@@ -1,5 +1,6 @@
 """Training runs: what they are, from their run.json, and how far they are."""
 
+import os
 import typing
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def read_training(name, path):
 
 def record_of(path):
     """(script, flags) of a run's record; neither where there is no record."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name of any length
         return "", {}
     run = read_run(path)
     return Path(run.get("script", "")).name, run["flags"]

@@ -27,7 +27,7 @@ def read_jsonl(path):
                                  f" jq -c '.[]' {path} writes them so")
             try:
                 row = json.loads(line)
-                if b"\\u" in line:  # half a surrogate pair would break the tokenizer later
+                if b"\\u" in line or b"\xed" in line:  # half a surrogate pair breaks tokenizers
                     json.dumps(row, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON"

@@ -63,6 +63,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         args = super().parse_args(args, namespace)
+        for name, value in vars(args).items():
+            if "" in (value if isinstance(value, list) else [value]):
+                raise SystemExit(f"found --{name} with an empty text, expected a value, or the flag"
+                                 " to be omitted; is a variable of the shell unset?")
         for name, limits in self.limits.items():
             value = getattr(args, name)
             if value is None:
@@ -116,7 +120,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def refuse_flag(args, name, reason):
     value = getattr(args, name)
-    given = f"--{name}" if value is True else f"--{name} {value}"
+    given = {True: f"--{name}", False: f"--no-{name}"}.get(value, f"--{name} {value}")
     raise SystemExit(f"found {given}, which is ignored {reason}; expected it to be omitted")
 
 

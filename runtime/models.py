@@ -162,7 +162,10 @@ def shard(model, run, args):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    layers = model.get_decoder().layers
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise SystemExit(f"{args.model}: found the architecture {type(model).__name__} without"
+                         " `layers`, expected one like Llama's or Qwen's; choose another model")
     every = args.checkpointing_every
     if every is None:
         every = 0 if run.device == "cpu" else 1

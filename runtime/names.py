@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import urllib.parse
 from pathlib import Path
 
 REQUEST_PATH = re.compile(r"(/chat)?/completions/*$")  # what a client appends to an API's address
@@ -22,6 +23,11 @@ def check_spec(spec):
     if is_scripted(spec):
         return
     if is_server(spec):
+        try:
+            urllib.parse.urlsplit(spec).hostname.encode("idna")
+        except (ValueError, AttributeError):
+            raise SystemExit(f"{spec}: found no address of a server, expected one such as"
+                             " http://localhost:8000/v1") from None
         if REQUEST_PATH.search(spec):
             raise SystemExit(f"{spec}: found the address of single requests, expected that of the"
                              f" API; give {REQUEST_PATH.sub('', spec)}")

@@ -60,6 +60,11 @@ class Run:
         if self.process.leads:
             print(text)
 
+    def remove(self, *names):
+        """Remove files of an earlier run from the output."""
+        for name in names if self.process.leads else ():
+            (self.output / name).unlink(missing_ok=True)
+
     # -------------------------------------------------------------------------
     # Ranks
 

@@ -66,8 +66,9 @@ def read_prompts(args, tasks):
             raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
                              " expected it, since it tells the human what to want; add it")
     trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
-    agent_prompt = read_prompt(
-        args.agent_prompt or (trained_with if trained_with.is_file() else None))
+    if args.agent_prompt is None and trained_with.is_file():
+        args.agent_prompt = str(trained_with)  # recorded: another text must not resume this output
+    agent_prompt = read_prompt(args.agent_prompt)
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
     return agent_prompt, human_prompt

@@ -57,8 +57,7 @@ class LocalSpeaker(Speaker):
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size
         self.stops = stop_tokens(self.model, tokenizer)
-        prompt = render(tokenizer, [{"role": "user", "content": "x"}])
-        self.opens_thoughts = prompt.rstrip().endswith(THOUGHTS)  # the template does, not the model
+        self.opens_thoughts = opens_thoughts(tokenizer)
         self.kept = {}  # dialogue key -> KeptCache, the one used last at the end
 
     def reply(self, request):
@@ -179,9 +178,7 @@ class LocalSpeaker(Speaker):
 
     def _utterance(self, sample):
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-        if self.opens_thoughts and END_OF_THOUGHTS not in text:
-            text = THOUGHTS + text  # they were cut, and must not pass for speech
-        return Utterance(text, sample.finished)
+        return Utterance(with_opening(text, self.opens_thoughts), sample.finished)
 
 
 def refuse_recurrent(model, path):
@@ -196,10 +193,22 @@ def refuse_recurrent(model, path):
                          " address")
 
 
+def opens_thoughts(tokenizer):
+    """Whether the template, and not the model, opens the thoughts of a reasoning model."""
+    prompt = render(tokenizer, [{"role": "user", "content": "x"}])
+    return prompt.rstrip().endswith(THOUGHTS)
+
+
+def with_opening(text, opened):
+    """A text whose thoughts the template has `opened`: if they were cut, they must not pass for
+    speech."""
+    return THOUGHTS + text if opened and END_OF_THOUGHTS not in text else text
+
+
 def encode_prompt(tokenizer, messages):
     """Token ids of a prompt. Unlike training, sampling accepts a template that does not nest."""
     try:
-        return encode_dialogue(tokenizer, messages)[0]
+        return encode_dialogue(tokenizer, messages, prompt=True)[0]
     except UnnestedTemplate:
         return tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
 

@@ -25,6 +25,7 @@ TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a 
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 # before any answer: the key, the path, the model's name, or an address that has moved
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
+SENSELESS = (ValueError, KeyError, TypeError, RecursionError)  # of a body that was read
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
@@ -107,9 +108,9 @@ class ServerSpeaker(Speaker):
                 break
             except Unavailable as error:
                 reason, asked_pause = str(error), error.seconds
-            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+            except (OSError, http.client.HTTPException, *SENSELESS) as error:
                 # the connection was closed, nothing came, or the body is cut or makes no sense
-                reason = f"{type(error).__name__}: {error}"
+                reason = harmless(f"{type(error).__name__}: {error}")
             else:
                 self.failures_in_a_row, self.failing_since = 0, None
                 self.has_answered = True
@@ -151,7 +152,7 @@ class ServerSpeaker(Speaker):
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with OPENER.open(request, timeout=timeout) as response:
-                return json.loads(response.read())
+                return json.loads(read_within(response, timeout))
         except urllib.error.HTTPError as error:
             with error:
                 reason = f"HTTP {error.code}: {self._detail(error)}"
@@ -202,12 +203,13 @@ class ServerSpeaker(Speaker):
                 time.sleep(self.pause * 2**attempt)
             try:
                 listing = self._ask(path, None, min(self.timeout, MODEL_LIST_TIMEOUT))
-                return list(dict.fromkeys(model["id"] for model in listing["data"]))
+                names = [model["id"] for model in listing["data"]]
+                return list(dict.fromkeys(names)) if all_texts(names) else None
             except SpeakerError:
                 return None
-            except (ValueError, KeyError, TypeError, http.client.HTTPException, OSError) as error:
+            except (OSError, http.client.HTTPException, *SENSELESS) as error:
                 failure = error
-        if isinstance(failure, (ValueError, KeyError, TypeError)):
+        if isinstance(failure, SENSELESS):
             return None
         if isinstance(failure, (urllib.error.URLError, http.client.InvalidURL)):
             reason = getattr(failure, "reason", failure)  # why no connection came about
@@ -249,6 +251,16 @@ def api_key():
     return key
 
 
+def read_within(response, seconds):
+    """The body of a response. The time limit of a socket is one for each part that arrives."""
+    end, body = time.monotonic() + seconds, b""
+    while part := response.read1(1 << 16):
+        body += part
+        if time.monotonic() > end:
+            raise TimeoutError(f"no whole answer within {seconds:g} seconds")
+    return body
+
+
 def retry_after(error):
     """The seconds that an HTTPError asks to wait; 0 if it names none, or a date."""
     seconds = error.headers.get("Retry-After", "").strip()
@@ -268,9 +280,13 @@ def choices_of(answer):
                 choice["message"]["content"] = THOUGHTS  # they are parsed away, and were cut
             elif choice.get("finish_reason") == "stop":
                 choice["message"]["content"] = ""  # SGLang's word for an empty text
-    if any(not isinstance(choice["message"]["content"], str) for choice in choices):
+    if not all_texts(choice["message"]["content"] for choice in choices):
         raise ValueError("an answer without text")
     return choices
+
+
+def all_texts(values):
+    return all(isinstance(value, str) for value in values)
 
 
 def listed(names):

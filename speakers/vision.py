@@ -11,7 +11,8 @@ from judge.pages import open_picture
 from runtime.models import default_device, load_config, load_model
 from runtime.templates import render
 from speakers.interface import Speaker, Utterance
-from speakers.local import pick_tokens, stop_tokens, uniform_numbers
+from speakers.local import (
+    opens_thoughts, pick_tokens, stop_tokens, uniform_numbers, with_opening)
 from speakers.pool import gather
 
 # -----------------------------------------------------------------------------
@@ -114,6 +115,7 @@ class VisionSpeaker(Speaker):
         self.batch_size = settings.batch_size
         tokenizer = self.processor.tokenizer
         self.stops = stop_tokens(self.model, tokenizer)
+        self.opens_thoughts = opens_thoughts(tokenizer)
         # in place of the checkpoint's own, whose top_p and penalties LocalSpeaker ignores, too
         self.model.generation_config = transformers.GenerationConfig(
             eos_token_id=sorted(self.stops), pad_token_id=tokenizer.pad_token_id)
@@ -158,4 +160,4 @@ class VisionSpeaker(Speaker):
         if ends:
             ids = ids[:ends[0]]
         text = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
-        return Utterance(text, finished=bool(ends))
+        return Utterance(with_opening(text, self.opens_thoughts), finished=bool(ends))

@@ -1,6 +1,7 @@
 """Best of N: a critic or a grader model chooses each turn. Run: pytest tests/test_best_of_n.py"""
 
 import json
+import shutil
 import threading
 
 import pytest
@@ -170,6 +171,18 @@ def test_a_trained_critic_of_either_kind_chooses_and_the_episodes_note_it(
     assert {(row["best_of_n"], row["scorer"]) for row in three} == {(3, str(critic))}
     assert one == [row | {"best_of_n": 1, "scorer": str(critic)} for row in plain]
     assert list(map(said, one)) != list(map(said, three))
+
+
+def test_a_grader_that_was_trained_again_is_another_one(tiny, tmp_path):
+    grader = tmp_path / "grader"
+    shutil.copytree(tiny(), grader)
+    (grader / "run.json").write_text('{"flags": {}, "inputs": {}}')
+    flags = [*FLAGS, "--agent", tiny(), "--n", 2, "--critic", f"grader:{grader}"]
+    run_script("variants/best_of_n.py", *flags, "--output", tmp_path / "e.jsonl")
+    (grader / "run.json").write_text('{"flags": {"seed": 1}, "inputs": {}}')
+    done = run_script("variants/best_of_n.py", *flags, "--output", tmp_path / "e.jsonl",
+                      check=False)
+    assert f"differs in {grader}/run.json" in done.stderr
 
 
 def test_flags_of_a_grader_are_refused_without_its_server():

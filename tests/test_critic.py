@@ -13,6 +13,7 @@ from conftest import (
 import train_critic
 from collect import states_of
 from colbench import encode_candidates, encode_dialogue, encode_within
+from fast import packed
 from runtime.checkpoints import load_state, save_checkpoint, save_state
 from runtime.models import fp32_head, load_model
 from runtime.processes import Process
@@ -486,6 +487,27 @@ def test_a_state_that_is_too_long_has_no_advantages(trained):
     assert critic.dialogue(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) is None
 
 
+@pytest.mark.parametrize("forward", [turn_logprobs, packed.turn_logprobs])
+def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forward):
+    monkeypatch.setattr(train_critic, "turn_logprobs", forward)
+    critic = Critic(str(trained[0] / "critic"), "cpu")
+    task = episode("t", 1.0)["task"]
+    assert critic.advantages(task, dialogue("t"), ["\n", ""], [False, False]) == [0.0, 0.0]
+    assert critic.advantages(task, dialogue("t"), ["\n", "x"], [False, False])[0] == 0.0
+
+
+def test_more_steps_rank_again(trained, tiny, tmp_path):
+    candidates = write_candidates(tmp_path / "candidates.jsonl")
+    for steps in (1, 2):
+        run_script("train_critic.py", *flags(
+            trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
+            "--max_steps", steps))
+        ranked = read_lines(tmp_path / "critic/ranked.jsonl")
+        opened = Critic(tmp_path / "critic", "cpu")
+        assert ranked[0]["advantages"] == pytest.approx(opened.advantages(
+            *(ranked[0][key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
+
+
 def test_candidates_scored_together_score_as_each_alone_and_see_nothing_of_each_other(trained):
     critic = Critic(str(trained[0] / "critic"), "cpu")
     task = episode("t", 1.0)["task"]
@@ -548,6 +570,20 @@ def test_a_policy_or_a_stranger_is_refused_as_critic(trained, tiny, tmp_path):
 def test_flags_of_training_are_refused_where_nothing_is_trained(more):
     with pytest.raises(SystemExit, match=f"{more[0]}.*ignored without --episodes"):
         train_critic.parse_args(["--output", "o", "--candidates", "c", *more])
+
+
+def test_the_kind_of_reference_is_refused_where_both_see_the_same():
+    with pytest.raises(SystemExit, match="--reference plain.*ignored by a critic that does not"):
+        parsed("--candidates", "c", "--reference", "plain", "--privileged", "none")
+
+
+@pytest.mark.parametrize("more, found", [
+    (["--candidates", ""], "found --candidates with an empty text"),
+    (["--episodes", ""], "found --episodes with an empty text"),
+    (["--candidates", "c", "--no-reshard"], "found --no-reshard, which is ignored")])
+def test_a_flag_is_refused_by_the_name_that_it_has(more, found):
+    with pytest.raises(SystemExit, match=found):
+        train_critic.parse_args(["--output", "o", *more])
 
 
 def test_flags_of_ranking_are_refused_where_nothing_is_ranked():

@@ -7,8 +7,8 @@ import pytest
 from conftest import TEMPLATES, UNNESTED, byte_tokenizer
 
 from colbench import (
-    DOMAINS, agent_messages, agent_prompt_of, custom_prompt, encode_dialogue, end_of_turn,
-    human_messages, split_message)
+    DOMAINS, agent_messages, agent_prompt_of, custom_prompt, encode_candidates, encode_dialogue,
+    end_of_turn, human_messages, split_message)
 from formats.outcome import leak_share, reasons_of
 from formats.read import complete_task, load_episodes, read_episodes, read_tasks
 from collect import Rules, play
@@ -281,6 +281,20 @@ def test_a_prompt_is_the_beginning_of_the_dialogue_that_it_becomes(template):
     for length in (1, 3):
         prompt, turn_index = encode_dialogue(tokenizer, DIALOGUE[:length])
         assert whole[:len(prompt)] == prompt and turn_index[-1] == -1
+
+
+@pytest.mark.parametrize("template", [
+    name for name in TEMPLATES if name != "qwen3"])  # which adds thoughts to the first of two turns
+def test_a_candidate_is_the_turn_that_it_becomes_even_after_a_turn_of_the_agent(template):
+    tokenizer = byte_tokenizer(template)
+    spoken = [{"role": "assistant", "content": text} for text in ("I call.", "It is done.")]
+    whole, _ = encode_dialogue(tokenizer, [DIALOGUE[0], *spoken])
+    (ids, turn_index), = encode_candidates(
+        tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], 8192)
+    assert ids == whole and tokenizer.decode(ids[turn_index.index(0):]) == "It is done.<end>"
+    (short, _), = encode_candidates(
+        tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], len(whole) - 1)
+    assert short == encode_dialogue(tokenizer, [DIALOGUE[0], spoken[1]])[0]
 
 
 def test_the_example_in_the_docstring_holds():

@@ -102,6 +102,7 @@ def test_one_task_gives_counts_no_interval_and_shares_one_that_other_tasks_could
     for key in ("turns", "words"):
         assert numbers[key]["low"] is None and numbers[key]["high"] is None
     assert numbers["success"]["low"] < 0.2 < 0.8 < numbers["success"]["high"]
+    assert evaluate.bounds([0.5, 0.51], 1, evaluate.SHARE)["low"] < 0.2  # of two seeds
     assert "1.0 [–]" in capsys.readouterr().out
 
 

@@ -445,6 +445,7 @@ def test_an_endless_loop_costs_seconds_once_and_spares_the_results_of_other_test
         "b'=' + b'0' * 32 + b'\\n'",
         "b'passed\\n' * 99",
         "b'[' * 100 + b'\\n'",
+        "(b'=' + b'0' * 32 + b'\\n') * 3 + b'[\\n'",
     ],
 )
 def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge, noise):
@@ -458,6 +459,23 @@ def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge,
     )
     assert judge.grade(DOUBLE, answer).reward == 0
     assert judge.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_time_that_an_answer_waits_for_a_core_is_not_its_own():
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # the judge and the others share one
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(15)]
+    try:
+        with Judge(1, seconds=0.3) as crowded:
+            task = {"ground_truth": "def f(n):\n    return sum(range(n))",
+                    "test_cases": {"test1": "f(4_000_000)"}}
+            assert crowded.grade(task, task["ground_truth"]).reasons == {"test1": "passed"}
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 # -----------------------------------------------------------------------------
@@ -655,19 +673,26 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
     ]
 
 
-def test_the_table_of_check_spells_out_what_could_steer_a_terminal(capsys):
+def test_the_table_of_check_names_lines_and_spells_out_what_could_steer_a_terminal(
+        capsys, tmp_path):
+    path = tmp_path / "t.jsonl"
+
+    def check(tasks, profile):
+        path.write_text("\n\n" + "".join(json.dumps(task) + "\n" for task in tasks))
+        return check_tasks(path, tasks, profile, False)
+
     double = DOUBLE | {"domain": "backend"}
     broken = {"domain": "backend", "ground_truth": "def f():\n    return None",
               "test_cases": {"\x1b[2J": "f()", "again": "f()"}}
-    assert not check_tasks("t.jsonl", [double, broken], "fixed", False)
+    assert not check([double, broken], "fixed")
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
-        "t.jsonl: line 2, \\x1b[2J, again: the solution returns None",
+        f"{path}: line 4, \\x1b[2J, again: the solution returns None",
         "1 of 2 tasks can be solved in full (judge fixed)",
     ]
-    assert check_tasks("t.jsonl", [double], "official", False)
+    assert check([double], "official")
     with pytest.raises(SystemExit, match="found no test that can be passed"):
-        check_tasks("t.jsonl", [broken], "fixed", False)
+        check([broken], "fixed")
     assert "protection limits         active" in capsys.readouterr().out
 
 

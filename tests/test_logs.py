@@ -134,6 +134,24 @@ def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_
     assert [episode["task"]["ground_truth"] for episode in episodes] == ["x", "y"]
 
 
+def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
+    numbers = [1, None, None, 0]
+    path = write_lines(tmp_path / "log", [log_line(task="a", sample=n) for n in numbers[:3]])
+    import_logs(path)
+    assert [episode["sample"] for episode in read_episodes(f"{path}.episodes")] == [1, 2, 3]
+    write_lines(path, [log_line(task="a", sample=n) for n in numbers[1:]])
+    assert "line 3: found sample 0 of task 'a' a second time" in import_logs(
+        path, check=False).stderr
+
+
+def test_a_log_is_not_replaced_by_its_episodes(tmp_path):
+    path = write_lines(tmp_path / "log", [log_line()])
+    before = path.read_text()
+    done = run_script("colbench.py", "import", path, "--output", path, check=False)
+    assert "found the same file as input and --output" in done.stderr
+    assert path.read_text() == before
+
+
 def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
     path = write_lines(tmp_path / "log", [log_line(task=name) for name in "abc"])
     assert "nothing can be compared" in import_logs(path).stdout
@@ -146,6 +164,7 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
 @pytest.mark.parametrize("line, found", [
     (log_line(reward=float("nan")), "reward nan"),
     (log_line(reward="good"), "reward 'good'"),
+    (log_line(reward=10**400), "which is no finite number"),
     ({"messages": log_line()["messages"]}, "reward None"),
     ({"reward": 1, "text": "hi"}, "the keys reward, text"),
     (log_line(messages=[]), "no list of messages"),
@@ -202,6 +221,17 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
     assert silent["dialogue_history"][1]["content"] == text
     assert speaking["dialogue_history"][1]["content"] == f"I look.\n{text}"
     assert silent["turns"] == 2 and silent["dialogue_history"][2]["role"] == "tool"
+
+
+@pytest.mark.parametrize("arguments, written", [("", "{}"), ("{'a': 1}", '"{\'a\': 1}"')])
+def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
+    call = {"function": {"name": "find", "arguments": arguments}}
+    path = write_lines(tmp_path / "log", [log_line(messages=[
+        {"role": "user", "content": "lost"},
+        {"role": "assistant", "content": None, "tool_calls": [call]}])])
+    import_logs(path)
+    episode, = read_episodes(f"{path}.episodes")
+    assert f'"arguments": {written}}}' in episode["dialogue_history"][1]["content"]
 
 
 @pytest.mark.parametrize("text", ["", '{"messages": ['])

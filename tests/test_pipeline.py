@@ -140,3 +140,13 @@ def test_the_policy_learns_from_whoever_ranks(episodes, tmp_path, ranker):
                       "--max_steps", 2, "--output", tmp_path / "policy")
     name = tmp_path / "value" if ranker == "value" else ranker
     assert f"ranked by {name}" in done.stdout
+
+
+def test_a_value_head_refuses_rewards_that_it_cannot_predict(tmp_path):
+    lines = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+              "task": "t", "reward": reward} for reward in (20, -5)]
+    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_script("colbench.py", "import", tmp_path / "log", "--output", tmp_path / "e.jsonl")
+    done = run_script("variants/value_critic.py", "--episodes", tmp_path / "e.jsonl", "--model",
+                      "toy/base", "--pairs", "all", "--output", tmp_path / "value", check=False)
+    assert "found rewards from -5 to 20, expected 0 to 1" in done.stderr

@@ -135,6 +135,12 @@ def test_the_pairs_of_a_state_do_not_depend_on_other_states_or_on_the_scale_of_a
     assert texts([state]) != texts([other])
 
 
+def test_a_candidate_that_is_in_no_pair_takes_no_room():
+    state = ranked_state({"a": -1.0, "b": 1.0, "long " * 100: 0.0})
+    (pairs,), too_long = rows_of([state], "positive_vs_negative", max_length=100)
+    assert len(pairs) == 1 and too_long == 0
+
+
 def test_a_state_without_a_pair_leaves_the_order_of_training_as_it_is():
     states = [ranked_state({"a": 0.0, "b": 1.0}, dialogue(f"t{turn}"), turn=turn)
               for turn in range(6)]

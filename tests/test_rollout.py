@@ -5,11 +5,12 @@ Run: pytest tests/test_rollout.py
 
 import contextlib
 import json
+import shutil
 import threading
 import time
 
 import pytest
-from conftest import episode
+from conftest import episode, run_script
 from parties import (
     INDEX, RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, index_of, played,
     within)
@@ -18,7 +19,7 @@ from slow_server import slow_server
 import collect
 import speakers
 from colbench import DOMAINS, custom_prompt, prompt_of_episode
-from formats.read import load_episodes, read_candidates
+from formats.read import load_episodes, read_candidates, read_episodes
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
@@ -270,6 +271,17 @@ def test_what_a_run_that_fails_was_waiting_for_makes_no_row(tmp_path, monkeypatc
     human.open()
     time.sleep(0.1)
     assert rows_under(tmp_path) == {}
+
+
+def test_a_checkpoint_with_other_instructions_does_not_resume_an_output(tiny, tmp_path):
+    shutil.copytree(tiny(), tmp_path / "agent")
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", 1, "--agent", tmp_path / "agent",
+             "--max_turns", 2, "--max_new_tokens", 4, "--output", tmp_path / "e.jsonl"]
+    for samples, prompt in ((1, "Prompt A"), (2, "Prompt B")):
+        (tmp_path / "agent/agent_prompt.txt").write_text(prompt)
+        done = run_script("collect.py", *flags, "--samples_per_task", samples, check=samples == 1)
+    assert "differs in" in done.stderr and "agent_prompt.txt" in done.stderr
+    assert read_episodes(tmp_path / "e.jsonl")[0]["agent_prompt"] == "Prompt A"
 
 
 # -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import collect
 import speakers
 from colbench import without_thoughts
 from runtime.files import ResumableJsonl
+from runtime.names import check_spec
 from runtime.seeds import derive_seed
 from speakers import load_speaker
 from speakers.interface import (
@@ -39,13 +40,14 @@ from toy.world import toy_tasks as tasks_of
 TIMEOUT = 0.6  # of the client, in seconds
 FAULTS = (
     "429", "500", "503", "error without end", "cut body", "not JSON", "not an object",
-    "empty choices", "no text", "silence", "closed connection",
+    "empty choices", "no text", "silence", "closed connection", "drops", "brackets",
 )
 SENSELESS_BODIES = {
     "not JSON": b"<html>",
     "not an object": b'["choices"]',
     "empty choices": b'{"choices": []}',
     "no text": b'{"choices": [{"message": {"content": null}}]}',
+    "brackets": b"[" * 100_000,
 }
 
 # -----------------------------------------------------------------------------
@@ -118,6 +120,12 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(500, b"{", length=100)
             self.wfile.flush()
             time.sleep(2 * TIMEOUT)
+        elif fault == "drops":  # each arrives in time, the whole does not
+            self.reply(200, b"", length=len(whole) + 8)
+            with contextlib.suppress(OSError):  # the client hangs up
+                for drop in [b" "] * 8 + [whole]:
+                    self.wfile.write(drop)
+                    time.sleep(TIMEOUT / 3)
         elif fault == "cut body":
             self.reply(200, whole[:len(whole) // 2], length=len(whole))
         elif fault in ("429", "500", "503"):
@@ -264,6 +272,12 @@ def test_every_fault_is_survived_and_changes_no_text(impatient, fault):
     with running(echo, fault_rate=0.2, faults=[fault]) as server:
         assert ask_all(load_speaker(server.url), CONVERSATIONS, seeds=range(40)) == expected
     assert server.seen_faults == {None, fault}
+
+
+@pytest.mark.parametrize("address", ["http://[::1/v1", f"http://{'a' * 64}.org/v1", "http://"])
+def test_an_address_that_can_be_none_is_refused_at_once(address):
+    with pytest.raises(SystemExit, match="found no address of a server, expected one such as"):
+        check_spec(address)
 
 
 class Refusing(Handler):
@@ -781,7 +795,20 @@ class Steering(Handler):
         self.reply(400, b"no \x1b]0;title\x07")
 
 
+class SteeringEarlier(Handler):
+    """Already the line of its status would."""
+
+    def do_POST(self):
+        self.body()
+        self.wfile.write(b"\x1b]0;title\x07\r\n\r\n")
+        self.close_connection = True
+
+
 def test_what_a_server_says_does_not_steer_the_terminal(impatient):
+    with running(echo) as server:
+        server.RequestHandlerClass = SteeringEarlier
+        error = ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0]
+    assert "BadStatusLine" in str(error) and "\x1b" not in str(error)
     with running(echo, models=["a\x1b[2J", "b"]) as server:
         server.RequestHandlerClass = Steering
         with pytest.raises(SystemExit) as end:

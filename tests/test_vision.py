@@ -28,7 +28,7 @@ from speakers.vision import VisionSpeaker, load_processor, picture_inputs
 from toy.frontend import page_of
 from toy.world import toy_tasks
 from variants.sight import Sight, vision_value_class
-from variants.value_critic import ValueCritic
+from variants.value_critic import Reader, ValueCritic
 
 # The structure of Qwen2-VL's template: a picture is a token of its own between two others
 TEMPLATE = (
@@ -372,6 +372,27 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
                 _, keys, _ = bound.chunk(3)
                 keys.fill_(5e-5)
             assert ((other[name] - value).abs() <= bound + 1e-5 * value.abs()).all(), name
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_ranks_with_uneven_shares_of_pages_do_not_wait_for_each_other(
+        page_episodes, tiny_vision, tmp_path):
+    weights = []
+    for name, processes, more in (("one", 1, []), ("two", 2, ["--micro_batch_size", 2])):
+        flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 1,
+                               "--privileged", "none", "--batch_size", 3, *more)
+        run_script("variants/value_critic.py", *flags, processes=processes)
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    for name, value in weights[0].items():
+        assert torch.allclose(weights[1][name], value, atol=5e-5), name
+
+
+def test_dialogues_of_logs_are_refused_by_a_critic_that_sees(tiny_vision):
+    task = {"domain": "logged", "ground_truth": ""}
+    with pytest.raises(SystemExit, match="found dialogues of your own logs, which have no pict"):
+        Reader(tiny_vision, "none", 2000).candidates(
+            task, [{"role": "user", "content": "x"}], ["y"], [True])
 
 
 def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monkeypatch):

@@ -141,7 +141,9 @@ def credit_auc(states, credits):
         distinct = [index for index, text in enumerate(texts) if texts.index(text) == index]
         advantages = [state["advantages"][index] for index in distinct]
         credit = [of_candidate[index] for index in distinct]
-        known = not any(one.kind in ("useful question", "early answer") for one in credit)
+        asked = {asked_about(message["content"]) for message in state["messages"]
+                 if message["role"] == "assistant"}
+        known = asked.issuperset(state["task"]["toy"]["needed"])
         for kind, better, worse in credit_pairs(credit, known):
             if advantages[better] > advantages[worse]:
                 hit = 1.0
@@ -192,6 +194,7 @@ def rank_command(args):
         ranker = "true credit"
     rows = [state | {"advantages": values, "ranker": ranker}
             for state, values in zip(states, advantages, strict=True)]
+    Path(args.output).absolute().parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(args.output, rows)
     print(f"{args.output}: {len(rows)} states, ranked by {ranker}; {omitted} failed ones omitted")
 
@@ -200,6 +203,8 @@ def auc_command(args):
     """Print how true a ranker's advantages are, and add that to a log, such as its training's."""
     states, _ = read_candidates(args.candidates, ranked=True)
     check_world(states, args.candidates)
+    if args.metrics:
+        Path(args.metrics).absolute().parent.mkdir(parents=True, exist_ok=True)
     credits = credits_of(states)
     found = credit_auc(states, credits) | halves_shares(states, credits)
     for name, value in found.items():

@@ -127,7 +127,8 @@ def main(args):
         read_flags(args.critic, OF_CRITICS)
     process = join_processes()
     notes = {"best_of_n": args.n, "scorer": args.critic}
-    episodes = collect_episodes(args, process, open_best_of_n, notes, [args.critic])
+    scorer = args.critic.removeprefix(GRADER)
+    episodes = collect_episodes(args, process, open_best_of_n, notes, [scorer])
     if process.leads:
         report(episodes, args)
 

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from colbench import agent_view, encode_candidates, encode_dialogue, encode_within, first_request
+from colbench import (
+    DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, first_request)
 from formats.read import read_candidates, state_key
 from runtime.flags import FlagParser
 from runtime.models import (
@@ -84,6 +85,9 @@ class Reader:
     def _rows(self, task, messages, encode):
         seen, opening, text_length, opening_ids = messages, None, 0, []
         if self.sight:  # what stands before the first turn comes from the processor
+            if DOMAINS[task["domain"]].logged:
+                raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
+                                 " vision-language --model; expected a model of texts")
             opening = self.sight.opening_reader(task, messages)
             opening_ids = opening()["input_ids"][0].tolist()
             first = messages[:first_request(messages) + 1]
@@ -169,10 +173,16 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)
     if run.complete:
         return
+    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # of the same critic with fewer steps
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     groups, held_out = read_pairs(reader.dialogue, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
+    outcomes = [row.outcome for pair in pairs for row in pair]
+    if min(outcomes) < 0 or max(outcomes) > 1:
+        raise SystemExit(f"{' '.join(args.episodes)}: found rewards from {min(outcomes):g} to"
+                         f" {max(outcomes):g}, expected 0 to 1, which a value head can predict;"
+                         " scale them, or train train_critic.py, which only compares them")
     run.refuse_other_data([row.ids for pair in pairs for row in pair])
 
     if reader.sight:
@@ -182,13 +192,15 @@ def train(args):
         model.dropout.p = 0.0  # ranks would draw different masks than one process
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
+    # rows with pictures are computed one by one, and all ranks have to compute as many
+    size = 1 if reader.sight else args.micro_batch_size
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        for mine, weight in run.share(batch, args.micro_batch_size):
+        for mine, weight in run.share(batch, size):
             metrics = value_objective(model, mine)
             (weight * metrics["loss"].sum() / len(batch)).backward()
             run.add("train", metrics, weight / len(batch))
@@ -197,7 +209,7 @@ def train(args):
         optimizer.zero_grad()
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
-                for mine, weight in run.share(held_out, args.micro_batch_size):
+                for mine, weight in run.share(held_out, size):
                     run.add("holdout", value_objective(model, mine), weight / len(held_out))
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
@@ -226,7 +238,7 @@ class ValueCritic:
         rows = self.reader.candidates(task, messages, texts, finished)
         if rows is None:
             return None
-        return self.turn_advantages(rows)[:, 0].tolist()  # a candidate is one turn
+        return self.turn_advantages(rows).sum(1).tolist()  # of one turn at most
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -238,7 +250,8 @@ class ValueCritic:
         values, _ = turn_values(self.model, rows)  # (R, S)
         if not values.isfinite().all():
             raise SystemExit(f"found values that are not finite ({values[0].tolist()}),"
-                             " expected a critic whose weights fit --dtype; try --dtype float32")
+                             " expected finite ones; rank again with --dtype float32, without"
+                             " --episodes")
         return values
 
 
