@@ -265,6 +265,8 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
     group stay side by side, so that what they share is computed once (--packed).
     """
+    if shuffle not in ("pairs", "groups"):
+        raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
     batches = []
     for epoch in range(epochs):
         draw = random.Random(derive_seed(seed, "order", epoch))

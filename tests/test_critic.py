@@ -143,6 +143,8 @@ def test_an_unknown_mode_is_an_error_and_never_silently_another_mode(tmp_path):
         pair_episodes(group, "best")
     with pytest.raises(ValueError, match="privileged 'solution', expected"):
         critic_messages(group[0]["task"], dialogue("t"), "solution")
+    with pytest.raises(ValueError, match="shuffle 'tasks', expected"):
+        plan_batches([[1]], 1, 1, "tasks", 0)
     with pytest.raises(ValueError, match="reference 'none', expected"):
         Critic(tmp_path, reference="none")
 
