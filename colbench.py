@@ -12,7 +12,7 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
   4. DOMAINS holds all that differs between functions and pages. A new domain is one more entry.
   5. `encode_dialogue` turns a dialogue into token ids and says which agent turn each belongs to.
 
-    python colbench.py check TASKS.jsonl            grade every solution against itself
+    python colbench.py check TASKS.jsonl            run every backend solution on its own tests
     python colbench.py import FILE --output EPISODES.jsonl     official trajectories, or your logs
     python colbench.py show EPISODES.jsonl [TASK]   dialogues to read, of all tasks or of one
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl     tasks from WebSight rows
@@ -155,7 +155,7 @@ def custom_prompt(records):
 def agent_messages(history, prompt):
     """What the agent sees: its instructions and the dialogue, with its own turns as it wrote them.
 
-    The task does not enter here: no hidden information, no solution.
+    It is not given the task, so it cannot leak hidden information or the solution.
     """
     system = [{"role": "system", "content": prompt}] if prompt else []
     return system + [{"role": message["role"],
@@ -248,7 +248,8 @@ class Domain(typing.NamedTuple):
     # `flags` as keywords -> a judge: a context manager whose grade(task, answer) returns a
     # judge.sandbox.Grade and may be called from many threads. None: rewards come from logs
     open_judge: typing.Callable | None
-    human_view: typing.Callable = human_messages  # what the human reads
+    # (task, history, prompt, judge) -> what the human reads
+    human_view: typing.Callable = human_messages
     graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
     one_turn_prompt: str | None = None  # replaces agent_prompt where a dialogue has one turn
     complete: typing.Callable = lambda task, where: None  # checks the fields only this domain has
@@ -372,7 +373,7 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     first = first_request(messages) + 1
     roles = [message["role"] for message in messages]
     starts = [index for index in range(first + 1, len(messages)) if roles[index] == "assistant"]
-    if prompt or roles[-1] != "assistant":  # of a prompt, all turns may be dropped
+    if prompt or roles[-1] != "assistant":  # a prompt may lose all its turns
         starts.append(len(messages))
     for start in [first, *starts]:
         dropped = roles[first:start].count("assistant")

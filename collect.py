@@ -20,7 +20,7 @@ line:
      "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
 
 Beside it, OUTPUT.run.json records the command. After a kill, give the same command again; lines
-with an `error` are made again, too. More tasks or samples than before continue the same output.
+with an `error` are retried, too. A larger --num_tasks or --samples_per_task extends the output.
 
 To change                          edit
     the rules of a dialogue        play
@@ -91,8 +91,9 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                             "finished": said.finished})
             on_turn()
             if answer is None:
-                view = history  # a scripted human reads the dialogue; a model has a prompt, too
-                if not human.reads_history:
+                if human.reads_history:  # a scripted human, which has no prompt
+                    view = history
+                else:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
                 reply = spoken(ask(human, view).text,
                                "raise --human_max_new_tokens, or turn the model's thinking off")
@@ -155,7 +156,7 @@ def choose_states(episodes, fraction, states_per_task, seed):
 
 def candidates(state, agent, n, seed):
     """The state with n candidates, sampled from the agent."""
-    # with "candidates", the seed is another one than the dialogue's own
+    # "candidates" keeps this seed apart from the dialogue's
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
         said = agent.reply(Request(state["messages"], n, seed, state["task"]))
@@ -182,17 +183,16 @@ def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=
     For variants: `open_speaker` opens another agent, which needs the checkpoints `models`; `notes`
     go into every episode.
     """
-    named = args.tasks.startswith("toy:")
-    if named:
-        tasks = toy_tasks(args.tasks, args.num_tasks)
+    if args.tasks.startswith("toy:"):
+        tasks, inputs = toy_tasks(args.tasks, args.num_tasks), []
     else:
-        tasks = read_tasks(args.tasks, args.num_tasks)
+        tasks, inputs = read_tasks(args.tasks, args.num_tasks), [args.tasks]
     domain = complete_flags(args, tasks, process)  # --human, --clip and --num_tasks
     agent_prompt, human_prompt = read_prompts(args, tasks)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
-    store = open_store(args, [None if named else args.tasks], models, episode_key, process)
+    store = open_store(args, inputs, models, episode_key, process)
     mine = store.missing(jobs)
     if mine:
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
@@ -221,18 +221,18 @@ def collect_states(args, process):
     mine = store.missing(jobs)
     if mine:
         agent = open_agent(args, process)
-        samples = args.batch_size * agent.batches_at_once
+        texts_in_flight = args.batch_size * agent.batches_at_once
 
         def work(key, on_turn):
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
-        fill(store, mine, work, (agent,), in_flight=max(1, samples // args.num_candidates),
+        fill(store, mine, work, (agent,), in_flight=max(1, texts_in_flight // args.num_candidates),
              all_keys=jobs)
     return store.finish(jobs)
 
 
 def open_store(args, inputs, models, key, process):
-    """The rows that the output has; another command's output is refused."""
+    """Open the output with the rows that it already has; refuse another command's output."""
     inputs = [*inputs, args.agent_prompt, args.human_prompt,
               *records(args.agent, args.human, *models)]
     return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),

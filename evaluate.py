@@ -23,7 +23,7 @@ and results.md with the tables that are printed. `python -m report` draws the sa
 page.
 Letters in shapes: D bootstrap draws, R runs (seeds) of a policy, T tasks.
 
-Difference from the paper: it gives means alone, without intervals or tests.
+Difference from the paper, which reports means alone: intervals and tests are added.
 """
 
 import json
@@ -183,7 +183,9 @@ def score(policies, draws=2000):
     unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
-    limits = NUMBERS | ({"reward": None} if DOMAINS[domain].logged else {})  # logs: any number
+    limits = dict(NUMBERS)
+    if DOMAINS[domain].logged:
+        limits["reward"] = None  # a log's reward may be any number
     generator = numpy.random.default_rng(0)
     task_draws = draw_counts(generator, len(task_ids), draws)  # (D, T)
     values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
@@ -197,7 +199,7 @@ def score(policies, draws=2000):
             for key, table in values[name].items()}}
 
     def comparisons(pairs):
-        """Each (policy, against, key) compared, but where no task has the number for both."""
+        """Compare each (policy, against, key); omit those that no task has the number for."""
         entries = []
         for name, against, key in pairs:
             found = compare(values[name][key], values[against][key], run_draws[name],

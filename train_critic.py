@@ -27,9 +27,9 @@ To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes
-    what the critic reads  critic_messages; to show it more than messages, such as the reward
-                           of a turn, also dialogue_row, Critic.advantages and rank, and
-                           states_of in collect.py
+    what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
+                           show it what only the episode has, such as a reward for each turn,
+                           also dialogue_row, Critic.advantages, rank, and states_of in collect.py
     the forward pass       turn_logprobs (and omit --packed, which replaces it)
     optimiser, schedule    train, learning_rate
     FSDP, precision        shard and open_to_train in runtime/models.py
@@ -106,12 +106,13 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
-    a backend task without a success gives no pair. success_vs_failure pairs every success with
-    every failure. all pairs every two episodes of different reward.
+    where tests decide, a task without a success gives no pair. success_vs_failure pairs every
+    success with every failure. all pairs every two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        better = [] if best["success"] is False else [best]  # None: a page, which has no tests
+        # without tests (pages, logs) success is None, and the best episode always counts
+        better = [best] if best["success"] is not False else []
         worse = group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
@@ -120,9 +121,10 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
         better, worse = group, group
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
+    # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
     return [(chosen, rejected) for chosen in better for rejected in worse
             if chosen["reward"] > rejected["reward"]
-            and chosen["reward"] - rejected["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1
+            and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
 
 
 def split_tasks(task_ids, holdout, seed):
@@ -136,6 +138,7 @@ def split_tasks(task_ids, holdout, seed):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
+PRIVILEGED = ("ground_truth", "none")
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 
@@ -143,10 +146,13 @@ def critic_messages(task, messages, privileged="ground_truth"):
     """What critic and reference see: the agent's messages, with the solution c in front."""
     if privileged == "none":
         return messages
-    if privileged != "ground_truth":
-        raise ValueError(f"found privileged {privileged!r}, expected 'ground_truth' or 'none'")
+    if privileged == "ground_truth":
+        note = SOLUTION_NOTE.format(solution=task["ground_truth"])
+    else:
+        raise ValueError(f"found privileged {privileged!r}, expected one of"
+                         f" {', '.join(PRIVILEGED)}")
     first = first_request(messages)
-    content = SOLUTION_NOTE.format(solution=task["ground_truth"]) + messages[first]["content"]
+    content = note + messages[first]["content"]
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
@@ -237,12 +243,12 @@ def critic_objective(model, pairs, beta, nll, normalise):
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
 
 
-def set_reference(model, rows, run, size):
+def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
-    found = {}  # index of a row -> its log-probs: by index, ranks can exchange them
+    found = {}  # index of a row -> its log-probs; ranks exchange them, each has rows of its own
     with run.scoring(model):
-        parts = list(run.share(order, size))
+        parts = list(run.share(order, rows_at_once))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found.update(zip(mine, logprobs.cpu(), strict=True))
@@ -322,7 +328,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # of the same critic with fewer steps
+    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # left by this critic after fewer steps
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
@@ -349,9 +355,10 @@ def train(args):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
 
+        # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks: the weight, their number, makes it a sum. A rank
-        # that has no pair left repeats one with weight 0
+        # FSDP averages gradients over the ranks; `weight`, their number, makes this a sum. A rank
+        # without a pair repeats one with weight 0, since all ranks must run the same forwards
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -405,7 +412,8 @@ class Critic:
                 return None
             read.append([Row(*row) for row in encoded])
         rows, reference_rows = read
-        return self.turn_advantages(rows, reference_rows).sum(1).tolist()  # of one turn at most
+        advantages = self.turn_advantages(rows, reference_rows)  # (R, S); S is 0 if all are empty
+        return advantages.sum(1).tolist()
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -430,8 +438,7 @@ def read_critic_flags(path):
 
 
 def rank(args):
-    """Write the candidates with the critic's advantages; each process ranks a part of the states.
-    """
+    """Write ranked candidates; each process ranks a share of the states."""
     critic_flags = read_critic_flags(args.output)
     if critic_flags["privileged"] == "none" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that does not see the solution"
@@ -473,7 +480,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="most tokens of a dialogue; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
-    parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
+    parser.add_argument("--privileged", choices=PRIVILEGED, default="ground_truth",
                         help="what the critic sees besides the dialogue")
     parser.add_argument("--normalise", choices=tuple(NORMALISERS), default="turn",
                         help="what divides a turn's log-ratio: its tokens (paper), those of the"
@@ -517,8 +524,8 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
-        given = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
-        parser.refuse_ignored(args, sorted(given), "without --episodes to train on")
+        of_training = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
+        parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
     if args.privileged == "none":
         parser.refuse_ignored(args, ["reference"], "by a critic that does not see the solution")
     return args

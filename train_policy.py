@@ -102,12 +102,13 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
-    a backend task without a success gives no pair. success_vs_failure pairs every success with
-    every failure. all pairs every two episodes of different reward.
+    where tests decide, a task without a success gives no pair. success_vs_failure pairs every
+    success with every failure. all pairs every two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        better = [] if best["success"] is False else [best]  # None: a page, which has no tests
+        # without tests (pages, logs) success is None, and the best episode always counts
+        better = [best] if best["success"] is not False else []
         worse = group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
@@ -116,9 +117,10 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
         better, worse = group, group
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
+    # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
     return [(chosen, rejected) for chosen in better for rejected in worse
             if chosen["reward"] > rejected["reward"]
-            and chosen["reward"] - rejected["reward"] >= margin - 1e-9]  # 0.3 - 0.2 < 0.1
+            and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
 
 
 # -----------------------------------------------------------------------------
@@ -233,12 +235,12 @@ def dpo_objective(model, pairs, beta, nll):
             "nll": token_nll}
 
 
-def set_reference(model, rows, run, size):
+def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
-    found = {}  # index of a row -> its log-probs: by index, ranks can exchange them
+    found = {}  # index of a row -> its log-probs; ranks exchange them, each has rows of its own
     with run.scoring(model):
-        parts = list(run.share(order, size))
+        parts = list(run.share(order, rows_at_once))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found.update(zip(mine, logprobs.cpu(), strict=True))
@@ -343,9 +345,10 @@ def main(args):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
 
+        # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks: the weight, their number, makes it a sum. A rank
-        # that has no pair left repeats one with weight 0
+        # FSDP averages gradients over the ranks; `weight`, their number, makes this a sum. A rank
+        # without a pair repeats one with weight 0, since all ranks must run the same forwards
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

@@ -26,6 +26,7 @@ from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
 from formats.verdict import all_tables, verdict
+from train_policy import PAIRINGS
 from variants.value_critic import open_critic
 
 
@@ -84,7 +85,7 @@ def parse_pairs(argv):
     parser.add_argument("candidates", metavar="RANKED.jsonl", help="ranked candidates")
     parser.add_argument("--output", required=True, help="FILE.jsonl to write")
     # the same flags give the same pairs as in train_policy.py
-    parser.add_argument("--pairing", choices=("halves", "positive_vs_negative"), default="halves",
+    parser.add_argument("--pairing", choices=PAIRINGS, default="halves",
                         help="which candidates are paired, see train_policy.py")
     parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
                         help="pairs drawn from a state's candidates")

@@ -8,10 +8,13 @@ import http.client
 import json
 import os
 import random
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+
+from tqdm import tqdm
 
 from colbench import THOUGHTS
 from runtime.seeds import derive_seed
@@ -20,6 +23,7 @@ from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import elsewhere
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
+TOLD_AFTER = 10  # seconds without an answer, of a server that does not ask to wait
 MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
 TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a retry
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
@@ -60,6 +64,7 @@ class ServerSpeaker(Speaker):
         self.in_flight = 0  # requests without a reply so far
         self.failures_in_a_row = 0
         self.failing_since = None  # when the first failed attempt since the last answer began
+        self.told = False  # of the failed attempts since then
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.model_name = self._checked_name(settings.model_name)
@@ -112,10 +117,10 @@ class ServerSpeaker(Speaker):
                 # the connection was closed, nothing came, or the body is cut or makes no sense
                 reason = harmless(f"{type(error).__name__}: {error}")
             else:
-                self.failures_in_a_row, self.failing_since = 0, None
+                self.failures_in_a_row, self.failing_since, self.told = 0, None, False
                 self.has_answered = True
                 return choices
-            if asked_pause == 0 and self._silent_for_long(began):
+            if asked_pause == 0 and self._silent_for_long(began, reason):
                 self._give_up(reason)
             elif attempt < self.retries - 1:
                 back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
@@ -132,13 +137,20 @@ class ServerSpeaker(Speaker):
         if not self.given_up:  # the first reason says most
             self.given_up = f"{self.url}: {reason}"
 
-    def _silent_for_long(self, began):
+    def _silent_for_long(self, began, reason):
         """Whether there was no answer for too long, now that an attempt from `began` on failed."""
         since = self.failing_since  # read once: other threads reset it
         if since is None:
             since = began
         self.failing_since = since
-        return time.monotonic() - since > MAX_SILENCE * self.timeout
+        silence = time.monotonic() - since
+        with self.lock:
+            tell = silence > TOLD_AFTER and not self.told
+            self.told |= tell
+        if tell:
+            tqdm.write(f"{self.url}: no answer for {silence:.0f} seconds ({reason}); it is asked"
+                       " again and again, so it may be restarted", sys.stderr)
+        return silence > MAX_SILENCE * self.timeout
 
     def _ask(self, path, body, timeout):
         """The JSON that the server has under `path`, in one attempt; `body` None is a GET.

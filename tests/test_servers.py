@@ -396,7 +396,9 @@ def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_w
         assert speaker.given_up is None
 
 
-def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversation():
+def test_a_silent_server_is_told_of_once_and_costs_six_time_limits_not_one_for_each_conversation(
+        monkeypatch, capsys):
+    monkeypatch.setattr("speakers.server.TOLD_AFTER", 0.2)
     with running(echo, fault_rate=1.0, faults=["silence"]) as server:
         settings = SpeakerSettings(max_new_tokens=8)
         speaker = ServerSpeaker(server.url, settings, pause=0.001, timeout=0.1)
@@ -406,6 +408,7 @@ def test_a_silent_server_costs_six_time_limits_and_not_one_for_every_conversatio
         with pytest.raises(SystemExit, match="a server that answers no request"):
             stop_if_given_up(speaker)
         assert 0.6 < time.monotonic() - began < 5
+        assert capsys.readouterr().err.count(f"{server.url}: no answer for") == 1
 
 
 class Busy(Handler):
@@ -633,7 +636,6 @@ def test_the_check_survives_faults_of_the_server(impatient):
 @pytest.mark.parametrize("address, reason", [
     ("http://127.0.0.1:9/v1", "refused"),
     ("https://127.0.0.1:9", "refused"),
-    ("http://", "no host given"),
     ("http://localhost:port/v1", "nonnumeric port"),
     ("http://no.such.host.invalid/v1", ""),
 ])

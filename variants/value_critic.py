@@ -41,7 +41,8 @@ from runtime.record import open_rows, read_flags
 from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
-    PAIRS, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches, read_pairs)
+    PAIRS, PRIVILEGED, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches,
+    read_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)
     if run.complete:
         return
-    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # of the same critic with fewer steps
+    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # left by this critic after fewer steps
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     groups, held_out = read_pairs(reader.dialogue, args, run)
@@ -238,7 +239,7 @@ class ValueCritic:
         rows = self.reader.candidates(task, messages, texts, finished)
         if rows is None:
             return None
-        return self.turn_advantages(rows).sum(1).tolist()  # of one turn at most
+        return self.turn_advantages(rows).sum(1).tolist()  # S is 1, or 0 if all are empty
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -311,7 +312,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="tokens of a dialogue, pictures included; a longer one loses its"
                         " oldest turns, and is omitted if the last does not fit")
-    parser.add_argument("--privileged", choices=("ground_truth", "none"), default="ground_truth",
+    parser.add_argument("--privileged", choices=PRIVILEGED, default="ground_truth",
                         help="what the critic sees besides the dialogue")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired, as in train_critic.py")
@@ -342,8 +343,8 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
-        given = vars(args).keys() - {"output", "dtype", "candidates", "ranked"}
-        parser.refuse_ignored(args, sorted(given), "without --episodes to train on")
+        of_training = vars(args).keys() - {"output", "dtype", "candidates", "ranked"}
+        parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
     return args
 
 
