@@ -15,8 +15,18 @@ def rows_of(text):
     return {row[0].strip("`"): row[1:] for row in rows[1:]}
 
 
-def rows_printed(*arguments):
-    return rows_of(run_script("tests/fullsize.py", *arguments).stdout)
+COUNTED = ["critic_8b", "rft_8b_reduce_once", "lora_7b_longest"]
+VALIDATED = ["lora", "eight_ranks", "pages"]
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return rows_of(run_script("tests/fullsize.py", "--table", *COUNTED).stdout)
+
+
+@pytest.fixture(scope="module")
+def validated():
+    return rows_of(run_script("tests/fullsize.py", "--validate", *VALIDATED).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +44,9 @@ def test_the_document_has_the_recipes_that_are_counted(documented):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["critic_8b", "rft_8b_reduce_once", "lora_7b_longest"])
-def test_the_peaks_of_full_size_steps_are_those_of_the_document(recipe, documented):
-    found, = rows_printed("--table", recipe).values()
-    stated = documented[recipe]
+@pytest.mark.parametrize("recipe", COUNTED)
+def test_the_peaks_of_full_size_steps_are_those_of_the_document(recipe, counted, documented):
+    found, stated = counted[recipe], documented[recipe]
     for mine, other in zip(found[2:6], stated[2:6], strict=True):
         assert mine == other == "-" or number(mine) == pytest.approx(number(other), rel=0.01)
     assert found[6:9] == stated[6:9]  # arithmetic and collectives
@@ -48,9 +57,10 @@ def number(cell):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["lora", "eight_ranks", "pages"])
-def test_peaks_and_arithmetic_without_data_are_those_of_small_models_that_really_run(model):
-    simulated, counted, allocated, products, equal = rows_printed("--validate", model)[model]
-    assert float(simulated) == pytest.approx(float(counted), rel=0.01)
+@pytest.mark.parametrize("model", VALIDATED)
+def test_peaks_and_arithmetic_without_data_are_those_of_small_models_that_really_run(
+        model, validated):
+    simulated, real, allocated, products, equal = validated[model]
+    assert float(simulated) == pytest.approx(float(real), rel=0.01)
     assert float(simulated) == pytest.approx(float(allocated), rel=0.01)
     assert float(products) == 1 and equal == "equal"
