@@ -24,7 +24,8 @@ if [ -n "${SHORT:-}" ]; then
   TEST=4
   RAW=2
 fi
-TURNS=(--max_turns 12) # two more than there are details to ask for
+TURNS=(--max_turns 9)    # as in make toy: eight questions, and ten details to ask for
+TO_THE_END=(--max_turns 12) # demonstrations, so that each shows an answer
 SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED")
 TRAINING=(--dtype "$DTYPE" --packed --micro_batch_size 8 --seed "$SEED")
 PAIRS=(--pairs success_vs_failure --shuffle groups --batch_size 24)
@@ -41,9 +42,9 @@ play() { # NAME AGENT FLAGS...: writes OUT/test/NAME.jsonl
 play raw "$MODEL" --num_tasks "$RAW"
 # So it first imitates demonstrations, whose questions are drawn at random
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
-  --samples_per_task 3 "${TURNS[@]}" --agent scripted --output "$OUT/demonstrations.jsonl"
+  --samples_per_task 3 "${TO_THE_END[@]}" --agent scripted --output "$OUT/demonstrations.jsonl"
 python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 2e-4 \
-  --epochs 1 --batch_size 16 "${TRAINING[@]}" --output "$OUT/warm"
+  --epochs 1 --batch_size 8 "${TRAINING[@]}" --output "$OUT/warm"
 
 # 2. Episodes, and candidates in four states of each task
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samples_per_task 6 \
@@ -53,24 +54,25 @@ python collect.py --states "$OUT/episodes.jsonl" --states_fraction 1 --states_pe
 
 # 3. The critic ranks them; the policy learns from the ranks. A model this small does not know what a
 # solution in its context is for: the critic's start learns it from dialogues whose agent follows one
-python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samples_per_task 2 \
-  "${TURNS[@]}" --agent scripted:informed --seed 1 --output "$OUT/informed.jsonl"
+python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
+  --samples_per_task 2 "${TO_THE_END[@]}" --agent scripted:informed --seed 1 \
+  --output "$OUT/informed.jsonl"
 python toy/make_base.py inform "$OUT/informed.jsonl" --output "$OUT/solution_first.jsonl"
 python variants/sft.py --episodes "$OUT/solution_first.jsonl" --model "$OUT/warm" --lr 1e-4 \
-  --epochs 1 --batch_size 16 "${TRAINING[@]}" --output "$OUT/reader"
+  --epochs 1 --batch_size 8 "${TRAINING[@]}" --output "$OUT/reader"
 python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "${PAIRS[@]}" \
-  --lr 1e-5 --epochs 1 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
+  --lr 1e-5 --epochs 3 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
   --candidates "$OUT/candidates.jsonl" --reference plain # what its start learnt counts, too
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
 python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
-  --shuffle groups --pairs_per_state 2 --batch_size 64 --lr 3e-6 --epochs 1 --beta 0.3 --nll 1 \
-  "${TRAINING[@]}" --output "$OUT/sweet"
+  --shuffle groups --batch_size 64 --lr 1e-5 --epochs 1 --beta 0.3 --nll 3 "${TRAINING[@]}" \
+  --output "$OUT/sweet"
 
 # 4. The baselines, on the same episodes
 python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
-  --batch_size 16 --lr 5e-5 --epochs 2 "${TRAINING[@]}" --output "$OUT/rft"
+  --batch_size 16 --lr 1e-4 --epochs 4 "${TRAINING[@]}" --output "$OUT/rft"
 python train_policy.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
-  --lr 1e-5 --epochs 1 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
+  --lr 1e-5 --epochs 3 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
 
 # 5. Test tasks that training has not seen, and the report
 play warm "$OUT/warm"
