@@ -3,8 +3,8 @@
 # plays the embedded world with the scripted human.
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
-# docs/measured.md says what SmolLM2-135M-Instruct reached, and that SWEET-RL's settings here do not
-# work yet. A killed run goes on where it stopped.
+# docs/measured.md says what SmolLM2-135M-Instruct reached, and why SWEET-RL does not lead here yet.
+# A killed run goes on where it stopped.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
 # SHORT=1 is a smoke run; SPLIT=valid plays the tasks that settings are chosen on.
 set -euo pipefail

@@ -120,7 +120,9 @@ class FlagParser(argparse.ArgumentParser):
 
 def refuse_flag(args, name, reason):
     value = getattr(args, name)
-    given = {True: f"--{name}", False: f"--no-{name}"}.get(value, f"--{name} {value}")
+    given = f"--{name} {value}"
+    if isinstance(value, bool):
+        given = f"--{name}" if value else f"--no-{name}"
     raise SystemExit(f"found {given}, which is ignored {reason}; expected it to be omitted")
 
 

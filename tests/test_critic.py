@@ -582,7 +582,8 @@ def test_the_kind_of_reference_is_refused_where_both_see_the_same():
 @pytest.mark.parametrize("more, found", [
     (["--candidates", ""], "found --candidates with an empty text"),
     (["--episodes", ""], "found --episodes with an empty text"),
-    (["--candidates", "c", "--no-reshard"], "found --no-reshard, which is ignored")])
+    (["--candidates", "c", "--no-reshard"], "found --no-reshard, which is ignored"),
+    (["--candidates", "c", "--lora_rank", "1"], "found --lora_rank 1, which is ignored")])
 def test_a_flag_is_refused_by_the_name_that_it_has(more, found):
     with pytest.raises(SystemExit, match=found):
         train_critic.parse_args(["--output", "o", *more])
