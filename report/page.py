@@ -116,7 +116,10 @@ def annotate(policies, critic=None, held_out=()):
     episodes = [episode for runs in policies.values() for run in runs for episode in run
                 if not episode["error"]]
     for episode in episodes:  # a foreign file may have anything under these names
-        episode |= {"advantages": None, "credits": None}
+        for key in ("advantages", "credits"):
+            given = episode.get(key)
+            if not isinstance(given, list) or len(given) != episode["turns"]:
+                episode[key] = None
     if critic:
         add_advantages(critic, episodes)
     for episode in episodes:
