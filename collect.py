@@ -187,8 +187,8 @@ def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=
         tasks, inputs = toy_tasks(args.tasks, args.num_tasks), []
     else:
         tasks, inputs = read_tasks(args.tasks, args.num_tasks), [args.tasks]
-    domain = complete_flags(args, tasks, process)  # --human, --clip and --num_tasks
-    agent_prompt, human_prompt = read_prompts(args, tasks)
+    domain = complete_flags(args, tasks, process)  # --human, --agent_prompt, --clip, --num_tasks
+    agent_prompt, human_prompt = read_prompts(args, tasks, domain)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}

@@ -22,7 +22,7 @@ def check_tasks(path, tasks, profile, require_protection):
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
                          " tasks, whose tests can be checked")
     rows, status = check_solutions(tasks, profile, require_protection)
-    lines = [where for where, _ in read_jsonl(path)]
+    lines = [where for where, _ in read_jsonl(path)] if rows else []
     tests = {}  # (index of the task, what is wrong) -> names of its tests
     for index, name, reason in rows:
         wrong = reason + solution_advice(tasks[index], name, reason)

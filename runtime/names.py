@@ -24,8 +24,8 @@ def check_spec(spec):
         return
     if is_server(spec):
         try:
-            urllib.parse.urlsplit(spec).hostname.encode("idna")
-        except (ValueError, AttributeError):
+            (urllib.parse.urlsplit(spec).hostname or "").encode("idna")
+        except ValueError:
             raise SystemExit(f"{spec}: found no address of a server, expected one such as"
                              " http://localhost:8000/v1") from None
         if REQUEST_PATH.search(spec):

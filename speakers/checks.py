@@ -26,7 +26,7 @@ def refuse_unused(parser, args):
 
 
 def complete_flags(args, tasks, process):
-    """Fill in the flags that the tasks decide, and return their domain.
+    """Fill in the flags that the tasks and the agent's checkpoint decide; return their domain.
 
     Refuses names that can mean no speaker, tasks that nobody can judge or answer, and flags that do
     nothing for them.
@@ -35,6 +35,9 @@ def complete_flags(args, tasks, process):
     check_spec(args.human or "scripted")
     domain = one_domain(tasks)
     args.num_tasks = len(tasks)  # recorded, so that a rerun cannot shrink the output
+    trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
+    if args.agent_prompt is None and trained_with.is_file():
+        args.agent_prompt = str(trained_with)  # recorded: another text must not resume this output
     if all("toy" in task for task in tasks):  # also in a file
         args.human = args.human or "scripted"
         if domain.pages:
@@ -55,9 +58,8 @@ def complete_flags(args, tasks, process):
     return domain
 
 
-def read_prompts(args, tasks):
-    """(the agent's instructions, the human's): those given, the checkpoint's own, or ours."""
-    domain = one_domain(tasks)
+def read_prompts(args, tasks, domain):
+    """(the agent's instructions, the human's): those in the files that flags name, or ours."""
     human_prompt = read_prompt(args.human_prompt)
     if human_prompt is None:
         human_prompt = domain.human_prompt
@@ -65,9 +67,6 @@ def read_prompts(args, tasks):
         if "{" + field + "}" not in human_prompt:
             raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
                              " expected it, since it tells the human what to want; add it")
-    trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
-    if args.agent_prompt is None and trained_with.is_file():
-        args.agent_prompt = str(trained_with)  # recorded: another text must not resume this output
     agent_prompt = read_prompt(args.agent_prompt)
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)

@@ -490,7 +490,3 @@ def test_what_cannot_be_played_is_refused_before_anything_is_opened(
     with pytest.raises(SystemExit, match=found.replace("{{", "{").replace("}}", "}")):
         collect.main(collect.parse_args(flags))
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
-
-
-# -----------------------------------------------------------------------------
-# What is printed

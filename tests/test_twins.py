@@ -36,7 +36,8 @@ TWINS = sorted(CRITIC.keys() & POLICY.keys() - OWN)
 
 
 def test_the_trainers_have_twins():
-    assert {"PAIRS", "turn_logprobs", "pair_episodes", "plan_batches"} <= set(TWINS)
+    assert {"PAIRS", "turn_logprobs", "pair_episodes", "learning_rate",
+            "plan_batches"} <= set(TWINS)
 
 
 @pytest.mark.parametrize("name", TWINS)
