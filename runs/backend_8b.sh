@@ -11,8 +11,8 @@
 #     OUT=/shared/backend_8b GLOO_SOCKET_IFNAME=eth0 RUN="torchrun --nnodes 2 --nproc_per_node 8 \
 #     --rdzv_backend c10d --rdzv_endpoint node0:29500" runs/backend_8b.sh
 # These hours are estimated. 22 to 27 GB of each of eight GPUs, or 137 to 143 GB of one, are counted
-# (docs/scaling.md has both). Ranking takes 37 GB of each GPU. Disk: 300 GB under OUT, which all
-# nodes share.
+# (docs/scaling.md has both; the critic's 137 GB were measured, too). Ranking takes 37 GB of each
+# GPU. Disk: 300 GB under OUT, which all nodes share.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -111,21 +111,22 @@ def tabulate(outcomes):
         raise SystemExit(f"found runs on {' and '.join(map(str, sorted(counts)))} test tasks,"
                          " expected all on the same; give another --output")
     tasks, = counts
-    generator = numpy.random.default_rng(0)
-    task_draws = draw_counts(generator, tasks, DRAWS)
+    task_draws = draw_counts(numpy.random.default_rng(0), tasks, DRAWS)
 
     def runs(name, seeds):
         return numpy.array([outcomes[name][seed] for seed in sorted(seeds)])  # (R, T)
 
     means, differences = {}, {}
     for name, seeds in outcomes.items():
-        draws = draw_counts(generator, len(seeds), DRAWS)
+        # a generator for each row: its interval does not depend on the other rows
+        draws = draw_counts(numpy.random.default_rng(1), len(seeds), DRAWS)
         means[name] = interval(runs(name, seeds), draws, task_draws, SHARE) | {
             "seeds": sorted(seeds)}
     pairs = [("sweet", name) for name in outcomes if name != "sweet"] + PAIRS
     for left, right in pairs:
         seeds = outcomes.get(left, {}).keys() & outcomes.get(right, {}).keys()
         if seeds:  # an ablation may have fewer than others
+            generator = numpy.random.default_rng(1)
             draws = [draw_counts(generator, len(seeds), DRAWS) for _ in range(2)]
             found = compare(runs(left, seeds), runs(right, seeds), *draws, task_draws)
             differences[f"{left} - {right}"] = found["difference"] | {"seeds": sorted(seeds)}

@@ -1,15 +1,15 @@
 """What the project does on one CUDA GPU: throughput, memory, and numbers that have to agree.
 
-    python tests/gpu_check.py [--layers 32]     an 8B-shaped random Llama; some ten minutes
+    python tests/gpu_check.py [--layers 32]     an 8B-shaped random Llama; some six minutes
     python tests/gpu_check.py --dry             tiny shapes on the CPU, to see that every line runs
 
 First steps of the trainers, plain and with --packed: forward and backward through the sharded code
 path (fp32 weights, bf16 compute, recomputation), without the optimiser. MFU counts the arithmetic
 of the tokens that were run, recomputation not included, against the GPU's dense bf16 peak. Fewer
 --layers fit a smaller GPU and leave the figures per layer as they are. Then sampling; the parity of
-packed and plain log-probs with the CPU's; and the scripts themselves, one after the other: resumed
+packed and plain log-probs with the CPU's; the scripts themselves, one after the other: resumed
 runs, packed runs, runs on two GPUs (if there are two) and checkpoints have to be what the plain run
-makes.
+makes; and train_critic.py at full size, with the optimiser, if the GPU has 140 GB.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import train_policy
 from fast import packed
 from runtime.files import write_jsonl
 from runtime.models import shard
+from runtime.processes import launch
 from runtime.training import Run
 from speakers.interface import Request, SpeakerSettings
 from speakers.local import LocalSpeaker
@@ -295,6 +296,32 @@ def report_error(name, found, expected):
                          " the rounding of bf16, and a relative difference of at most 0.2")
 
 
+def report_full_size(args, tokenizer, folder):
+    """Steps of train_critic.py, whose peak docs/scaling.md counts in its row `critic_8b_h200`."""
+    if not args.dry and torch.cuda.get_device_properties(0).total_memory < 140e9:
+        print("\nA whole step at full size needs a GPU of 140 GB", flush=True)
+        return
+    device = "cpu" if args.dry else "cuda"
+    random_llama(args.dry, args.layers, torch.bfloat16, device).save_pretrained(folder / "large")
+    tokenizer.save_pretrained(folder / "large")
+    free_memory(device)
+    draw, tokens = random.Random(0), 200 if args.dry else 2500
+    write_jsonl(folder / "large.jsonl", [
+        episode for index in range(8)
+        for episode in parts.episodes_of(tokens, 2, draw, name=f"task{index}")])
+    if not args.dry:
+        torch.cuda.reset_peak_memory_stats()
+    launch(train_critic.main, train_critic.parse_args([str(word) for word in (
+        "--episodes", folder / "large.jsonl", "--model", folder / "large", "--holdout", 0,
+        "--epochs", 3, "--packed", "--dtype", "bfloat16", "--output", folder / "large_critic")]))
+    seconds = [line["time/step"] for line in metrics(folder / "large_critic")]
+    peak = "" if args.dry else (
+        f", peak {torch.cuda.max_memory_allocated() / 1e9:.2f} GB,"
+        f" {torch.cuda.max_memory_reserved() / 1e9:.2f} reserved")
+    print(f"train_critic.py, {args.layers} layers, 8 pairs of dialogues of {tokens} a step:"
+          f" {statistics.median(seconds):.3g} s{peak}", flush=True)
+
+
 # -----------------------------------------------------------------------------
 # Command line
 
@@ -336,6 +363,7 @@ def main(args):
         free_memory(run.device)
         report_scripts(args, tokenizer, Path(folder))
         torch.distributed.destroy_process_group()
+        report_full_size(args, tokenizer, Path(folder))
 
 
 if __name__ == "__main__":

@@ -505,7 +505,7 @@ def test_more_steps_rank_again(trained, tiny, tmp_path):
             trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
             "--max_steps", steps))
         ranked = read_lines(tmp_path / "critic/ranked.jsonl")
-        opened = Critic(tmp_path / "critic", "cpu")
+        opened = Critic(tmp_path / "critic")  # on the device that ranked
         assert ranked[0]["advantages"] == pytest.approx(opened.advantages(
             *(ranked[0][key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
 
