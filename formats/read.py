@@ -199,13 +199,12 @@ def read_candidates(path, ranked=False):
 def check_same_task(tasks, task, where):
     """Refuse another task of the same task_id, such as that of another world, or of an edited file.
 
-    tasks: task_id -> what the task says, of those that have been seen; this one is added. In logs,
-    a task_id is the key within which dialogues are compared, and its dialogues may differ.
+    tasks: task_id -> task, of those that have been seen; this one is added. In logs, a task_id is
+    the key within which dialogues are compared, and its dialogues may differ.
     """
     if DOMAINS[task["domain"]].logged:
         return
-    content = [task.get(key) for key in ("problem_description", "ground_truth", "test_cases")]
-    if tasks.setdefault(task["task_id"], content) != content:
+    if tasks.setdefault(task["task_id"], task) != task:
         raise SystemExit(f"{where}: found the task_id {task['task_id']!r} with two different tasks,"
                          " expected one; give only files made from the same task file, or give the"
                          " tasks different ids")

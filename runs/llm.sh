@@ -4,7 +4,8 @@
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
 # docs/measured.md says what SmolLM2-135M-Instruct reached, and why SWEET-RL does not lead here yet.
-# A killed run goes on where it stopped.
+# A killed run goes on where it stopped. On an H200 these commands took some 20 minutes a seed, on
+# two CPU cores they take most of a day; with 120 tasks and half the epochs, two and a half hours.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
 # SHORT=1 is a smoke run; SPLIT=valid plays the tasks that settings are chosen on.
 set -euo pipefail
@@ -13,9 +14,9 @@ MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 OUT=${OUT:-runs/out/llm}
 SEED=${SEED:-0}
 DTYPE=${DTYPE:-bfloat16}
-WORLD=8 # topics: 120 training tasks are 15 of each, enough to learn what a topic's tasks need
+WORLD=8 # topics: 200 training tasks are 25 of each, enough to learn what a topic's tasks need
 DEMONSTRATED=400
-TASKS=120
+TASKS=${TASKS:-200}
 TEST=200
 RAW=20
 if [ -n "${SHORT:-}" ]; then
@@ -24,10 +25,10 @@ if [ -n "${SHORT:-}" ]; then
   TEST=4
   RAW=2
 fi
-TURNS=(--max_turns 9)    # as in make toy: eight questions, and ten details to ask for
+TURNS=(--max_turns 10)      # nine questions, and ten details to ask for
 TO_THE_END=(--max_turns 12) # demonstrations, so that each shows an answer
-SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED")
-TRAINING=(--dtype "$DTYPE" --packed --micro_batch_size 8 --seed "$SEED")
+SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED" --batch_size 256)
+TRAINING=(--dtype "$DTYPE" --packed --micro_batch_size 8 --checkpointing_every 0 --seed "$SEED")
 PAIRS=(--pairs success_vs_failure --shuffle groups --batch_size 24)
 mkdir -p "$OUT/test"
 
@@ -46,11 +47,11 @@ python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED"
 python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 2e-4 \
   --epochs 1 --batch_size 8 "${TRAINING[@]}" --output "$OUT/warm"
 
-# 2. Episodes, and candidates in four states of each task
+# 2. Episodes, and candidates in six states of each task
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samples_per_task 6 \
   "${TURNS[@]}" --agent "$OUT/warm" "${SAMPLING[@]}" --output "$OUT/episodes.jsonl"
-python collect.py --states "$OUT/episodes.jsonl" --states_fraction 1 --states_per_task 4 \
-  --agent "$OUT/warm" "${SAMPLING[@]}" --batch_size 256 --output "$OUT/candidates.jsonl"
+python collect.py --states "$OUT/episodes.jsonl" --states_fraction 1 --states_per_task 6 \
+  --agent "$OUT/warm" "${SAMPLING[@]}" --output "$OUT/candidates.jsonl"
 
 # 3. The critic ranks them; the policy learns from the ranks. A model this small does not know what a
 # solution in its context is for: the critic's start learns it from dialogues whose agent follows one
@@ -70,9 +71,9 @@ python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/war
 
 # 4. The baselines, on the same episodes
 python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
-  --batch_size 16 --lr 1e-4 --epochs 4 "${TRAINING[@]}" --output "$OUT/rft"
+  --batch_size 16 --lr 1e-4 --epochs 8 "${TRAINING[@]}" --output "$OUT/rft"
 python train_policy.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
-  --lr 1e-5 --epochs 3 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
+  --lr 3e-5 --epochs 6 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
 
 # 5. Test tasks that training has not seen, and the report
 play warm "$OUT/warm"

@@ -50,7 +50,8 @@ def complete_flags(args, tasks, process):
                          " expected tasks to play; --states samples candidates in logged episodes")
     for other in DOMAINS.values():
         for name, default in other.flags.items():
-            if name not in domain.flags and getattr(args, name) != default:
+            # a domain of a fork may have a flag that this parser lacks
+            if name not in domain.flags and getattr(args, name, default) != default:
                 refuse_flag(args, name, "for these tasks")
     if args.human is None:
         raise SystemExit("found no --human, which these tasks need; expected a server or a model"

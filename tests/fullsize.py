@@ -4,9 +4,9 @@
     python tests/fullsize.py --table               their table, which docs/scaling.md has
     python tests/fullsize.py --validate            the same count on small models that really run
 
-The project's own `open_to_train`, `set_reference`, objectives and `Critic.score` run with --packed
-on tensors without data (torch's FakeTensorMode), as the last of ranks that do not exist (a fake
-process group; the last rank gets the longest rows). ledger.py sees each operation, and books
+The project's own `open_to_train`, `set_reference`, objectives and `turn_advantages` run with
+--packed on tensors without data (torch's FakeTensorMode), as the last of ranks that do not exist (a
+fake process group; the last rank gets the longest rows). ledger.py sees each operation, and books
 memory, arithmetic, kernels and collectives.
 
 The device is called cpu:0, which the project takes for a GPU: torch without CUDA cannot

@@ -292,7 +292,8 @@ def test_other_tasks_are_refused_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("key, other", [
-    ("problem_description", "q"), ("ground_truth", "s"), ("test_cases", {"test1": "f(2)"})])
+    ("problem_description", "q"), ("ground_truth", "s"), ("test_cases", {"test1": "f(2)"}),
+    ("a_field_of_a_fork", "x")])
 def test_another_task_of_the_same_name_is_refused_in_evaluation_and_training(tmp_path, key, other):
     row, edited = episode(0), episode(0)
     edited["task"][key] = other

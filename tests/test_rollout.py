@@ -490,3 +490,11 @@ def test_what_cannot_be_played_is_refused_before_anything_is_opened(
     with pytest.raises(SystemExit, match=found.replace("{{", "{").replace("}}", "}")):
         collect.main(collect.parse_args(flags))
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
+
+
+def test_the_domain_of_a_fork_may_have_flags_that_collect_lacks(monkeypatch, tmp_path):
+    monkeypatch.setitem(DOMAINS, "fork", DOMAINS["backend"]._replace(flags={"engine": "x"}))
+    collect.main(collect.parse_args([
+        "--tasks", "toy:backend:test", "--num_tasks", "1", "--agent", "scripted",
+        "--output", str(tmp_path / "o")]))
+    assert len(read_episodes(tmp_path / "o")) == 3
