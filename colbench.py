@@ -372,14 +372,14 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
 
     A longer dialogue loses its oldest turns, each with the reply to it, never part of a turn.
     """
-    first = first_request(messages) + 1
+    head = first_request(messages) + 1  # these messages stay
     roles = [message["role"] for message in messages]
-    starts = [index for index in range(first + 1, len(messages)) if roles[index] == "assistant"]
+    starts = [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
     if prompt or roles[-1] != "assistant":  # a prompt may lose all its turns
         starts.append(len(messages))
-    for start in [first, *starts]:
-        dropped = roles[first:start].count("assistant")
-        ids, turn_index = encode_dialogue(tokenizer, messages[:first] + messages[start:],
+    for start in [head, *starts]:
+        dropped = roles[head:start].count("assistant")
+        ids, turn_index = encode_dialogue(tokenizer, messages[:head] + messages[start:],
                                           finished[dropped:], prompt)
         if len(ids) <= max_length:
             return ids, turn_index

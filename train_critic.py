@@ -246,13 +246,13 @@ def critic_objective(model, pairs, beta, nll, normalise):
 def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
-    found = {}  # index of a row -> its log-probs; ranks exchange them, each has rows of its own
+    found = {}  # index of a row -> its log-probs; each rank reads its share of the rows
     with run.scoring(model):
         parts = list(run.share(order, rows_at_once))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found.update(zip(mine, logprobs.cpu(), strict=True))
-    for index, logprobs in run.gather(found).items():
+    for index, logprobs in run.gather(found).items():  # of all ranks
         rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
 

@@ -20,7 +20,7 @@ OUT=${OUT:-runs/out/backend_1gpu}
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 1000)
 TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 200)
-TRAINING=(--lr 2e-6 --max_length 4096)
+TRAINING=(--lr 1e-5 --max_length 4096)
 SAMPLING=(--max_new_tokens 512)
 CANDIDATES=() # the defaults: 16 of each turn of a tenth of the tasks
 if [ -n "${LORA:-}" ]; then

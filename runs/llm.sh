@@ -85,6 +85,6 @@ for name in warm rft mtdpo sweet; do
   POLICIES+=("$name=$OUT/test/$name.jsonl")
 done
 python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
-python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
-  --metrics sweet="$OUT/sweet/metrics.jsonl" \
+python -m report "${POLICIES[@]}" --output "$OUT/report.html" \
+  --metrics critic="$OUT/critic/metrics.jsonl" sweet="$OUT/sweet/metrics.jsonl" \
   mtdpo="$OUT/mtdpo/metrics.jsonl" rft="$OUT/rft/metrics.jsonl"
