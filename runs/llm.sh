@@ -67,8 +67,8 @@ python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "$
   --candidates "$OUT/candidates.jsonl" --reference plain # what its start learnt counts, too
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
 python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
-  --shuffle groups --batch_size 64 --lr 1e-5 --epochs 1 --beta 0.3 --nll 3 "${TRAINING[@]}" \
-  --output "$OUT/sweet"
+  --pairs_per_state 2 --shuffle groups --batch_size 64 --lr 1e-5 --epochs 1 --beta 0.3 --nll 1 \
+  "${TRAINING[@]}" --output "$OUT/sweet"
 
 # 4. The baselines, on the same episodes
 python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
