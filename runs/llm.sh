@@ -8,7 +8,8 @@
 # two CPU cores they take most of a day; an earlier recipe (120 tasks, four states, half the epochs)
 # took two and a half hours.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
-# SHORT=1 is a smoke run; SPLIT=valid plays the tasks that settings are chosen on.
+# TASKS=120 trains on fewer tasks; SPLIT=valid plays those that settings are chosen on; SHORT=1 is a
+# smoke run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}

@@ -296,12 +296,11 @@ def report_error(name, found, expected):
                          " the rounding of bf16, and a relative difference of at most 0.2")
 
 
-def report_full_size(args, tokenizer, folder):
+def report_full_size(args, device, tokenizer, folder):
     """Steps of train_critic.py, whose peak docs/scaling.md counts in its row `critic_8b_h200`."""
     if not args.dry and torch.cuda.get_device_properties(0).total_memory < 140e9:
         print("\nA whole step at full size needs a GPU of 140 GB", flush=True)
         return
-    device = "cpu" if args.dry else "cuda"
     random_llama(args.dry, args.layers, torch.bfloat16, device).save_pretrained(folder / "large")
     tokenizer.save_pretrained(folder / "large")
     free_memory(device)
@@ -363,7 +362,7 @@ def main(args):
         free_memory(run.device)
         report_scripts(args, tokenizer, Path(folder))
         torch.distributed.destroy_process_group()
-        report_full_size(args, tokenizer, Path(folder))
+        report_full_size(args, run.device, tokenizer, Path(folder))
 
 
 if __name__ == "__main__":
