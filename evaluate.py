@@ -41,6 +41,7 @@ from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
+from runtime.seeds import derive_seed
 from runtime.text import markdown
 
 # -----------------------------------------------------------------------------
@@ -186,13 +187,14 @@ def score(policies, draws=2000):
     limits = dict(NUMBERS)
     if DOMAINS[domain].logged:
         limits["reward"] = None  # a log's reward may be any number
-    generator = numpy.random.default_rng(0)
-    task_draws = draw_counts(generator, len(task_ids), draws)  # (D, T)
+    task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, T)
     values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
     facts = {}  # policy -> all that is said of it
     for name, policy in policies.items():
         means = [task_means(run, task_ids) for run in policy]
         values[name] = {key: numpy.array([run[key] for run in means]) for key in NUMBERS}
+        # seeded by the name, so that an interval does not depend on the other policies
+        generator = numpy.random.default_rng(derive_seed("runs", name))
         run_draws[name] = draw_counts(generator, len(policy), draws)
         facts[name] = facts_of(policy) | {"numbers": {
             key: interval(table, run_draws[name], task_draws, limits[key])

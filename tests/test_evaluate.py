@@ -280,6 +280,20 @@ def test_a_name_given_again_is_another_seed(tmp_path):
     assert results["comparisons"] == results["leads"] == []
 
 
+def test_an_interval_does_not_depend_on_the_other_policies(tmp_path):
+    def seeds(name, *solved):
+        return [f"{name}=" + write_rows(
+            tmp_path / f"{name}{count}.jsonl",
+            [episode(task, reward=float(task < count)) for task in range(20)]) for count in solved]
+
+    ours, theirs, third = seeds("ours", 6, 14), seeds("theirs", 8, 10), seeds("third", 2, 18)
+    two = evaluated(tmp_path, *theirs, *ours)
+    three = evaluated(tmp_path, *theirs, *third, *ours)
+    assert two["policies"]["ours"] == three["policies"]["ours"]
+    (pair,) = [pair for pair in two["comparisons"] if pair["metric"] == "success"]
+    assert pair in three["comparisons"]
+
+
 @pytest.mark.parametrize("spec", ["a/b.jsonl", "=a.jsonl", "name="])
 def test_a_file_without_a_name_is_refused(spec):
     with pytest.raises(SystemExit, match=f"found {spec}, expected NAME=FILE; put a name"):
