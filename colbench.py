@@ -46,14 +46,15 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human
 def split_message(task, text, last_turn):
     """(what the human reads, the answer or None) of one agent message, without its thoughts.
 
-    What follows ANSWER_MARKER ("I WANT TO ANSWER:") is the answer. If the last turn lacks the
-    marker, its whole message is the answer.
+    What follows ANSWER_MARKER ("I WANT TO ANSWER:") is the answer, up to the next one. If the last
+    turn lacks the marker, its whole message is the answer.
     """
     content = without_thoughts(text) or ""
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
         content = content.split(OUTPUT_MARKER, 1)[1].strip()
     if ANSWER_MARKER in content:
-        return content, content.split(ANSWER_MARKER, 1)[1].strip()
+        after = [part.strip() for part in content.split(ANSWER_MARKER)[1:]]
+        return content, next(filter(None, after), "")  # some models write the marker twice
     return content, content if last_turn else None
 
 

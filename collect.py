@@ -107,12 +107,11 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
         error = f"{type(bug).__name__}: {bug}"
         show_bug()
 
-    replies = [message["content"] for message in history[2::2]]
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
         "reward": grade.reward, "success": grade.success, "turns": turns,
-        "max_turns": rules.max_turns, "reasons": reasons_of(grade, history[-1]["content"]),
-        "leak": leak_share(task, replies), "seed": rules.seed, "agent_prompt": rules.agent_prompt,
+        "max_turns": rules.max_turns, "reasons": reasons_of(grade, history),
+        "leak": leak_share(task, history), "seed": rules.seed, "agent_prompt": rules.agent_prompt,
         "error": error,
     }
 

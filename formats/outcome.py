@@ -11,13 +11,13 @@ from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
 NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
 
 
-def reasons_of(grade, last_message):
+def reasons_of(grade, history):
     """Test -> "passed" or why not; "no answer" where the agent's last message was none.
 
     Without the marker, the whole last message is graded. If it is not Python (a question, for
     example), its tests count as "no answer", not as failures.
     """
-    if ANSWER_MARKER in last_message:
+    if ANSWER_MARKER in history[-1]["content"]:
         return grade.reasons
     if not set(grade.reasons.values()) <= {*NO_CODE, SOLUTION_FAILED}:
         return grade.reasons
@@ -38,12 +38,13 @@ def lacks_answer(episode):
     return not answer.strip() and not episode["success"]
 
 
-def leak_share(task, replies):
+def leak_share(task, history):
     """The longest run of the solution's tokens in one human reply, as a share of the solution."""
     solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])
     longest = 0
+    replies = [message for message in history[1:] if message["role"] == "user"]
     for reply in replies:
-        words = re.findall(r"\w+|[^\w\s]", reply)
+        words = re.findall(r"\w+|[^\w\s]", reply["content"])
         matcher = difflib.SequenceMatcher(None, solution, words, autojunk=False)
         longest = max(longest, matcher.find_longest_match(0, len(solution), 0, len(words)).size)
     return longest / max(1, len(solution))

@@ -100,7 +100,7 @@ def complete_episode(row, where="episode"):
     defaults = {"sample": 0, "answer": None, "reasons": {}, "agent": None, "human": None,
                 "seed": None, "agent_prompt": None, "max_turns": None}
     if "leak" not in row:
-        defaults["leak"] = leak_share(task, [message["content"] for message in history[2::2]])
+        defaults["leak"] = leak_share(task, history)
     episode = defaults | row
     episode |= {"task": task, "reward": reward, "success": success, "turns": turns, "error": error}
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:

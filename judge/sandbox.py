@@ -16,6 +16,7 @@ passes a test when its value equals the solution's value. Three kinds of process
   - The child reports values and never verdicts. A solution's values never enter an answer's child.
   - A value is reported as the digest of a text that is the same for equal values. So no `__eq__`,
     `__hash__` or metaclass of the answer takes part in a comparison, and nothing large comes back.
+    Of a test that compares with a literal, "f(3) == 5", the value of f(3) is reported.
   - Time is CPU time, which the parent reads from the child's clock: a busy machine fails no answer,
     and an answer that swallows signals is killed from outside.
 
@@ -26,7 +27,7 @@ files; namespaces and a user of its own are added where the machine allows them.
 which protections are active. Other systems have separate processes and limits, nothing else.
 
 Not protected: against bugs of the kernel, side channels, and an answer that special-cases the test
-expressions, which it can read. A file has at most 8 MB, but only time limits how many an answer
+expressions, which it can read, or whose own operators decide a test such as "f(3) > 5". A file has at most 8 MB, but only time limits how many an answer
 writes to its scratch folder, some GB on a fast disk, before the folder is removed.
 
 Profile "fixed" grades as a reader expects. "official" gives the published grader's number on honest
@@ -44,6 +45,7 @@ import functools
 import json
 import os
 import queue
+import re
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -295,6 +297,9 @@ def tell_once(status: dict[str, bool]) -> None:
 
 ANSWER_MARKER = "I WANT TO ANSWER:"
 PYTHON_TAGS = ("python", "python3", "py", "py3")
+# Three backticks that begin a line, or end one with nothing but a tag behind them. In code, they may
+# stand elsewhere: in a text, or in the indented example of a docstring.
+FENCE = re.compile(r"^ {0,3}```|(?<=\S)[ \t]*```(?=\w*[ \t]*$)", re.MULTILINE)
 # Profile "official": the published grader gives 0 to an answer that contains one of these anywhere.
 BANNED = ("import os", "from os", "import sys", "from sys")
 BANNED += ("sudo", "transformers", "exit(", "quit(", "argparse")
@@ -312,7 +317,7 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
     text = parts[0]
     if len(parts) > 1 and parts[1].strip():
         text = parts[1]
-    blocks = [read_block(block) for block in text.split("```")[1::2]]
+    blocks = [read_block(block) for block in FENCE.split(text)[1::2]]
     for tag, code in blocks:
         if tag in PYTHON_TAGS:
             return code.strip()

@@ -7,6 +7,7 @@ large comes back. What "equal" means is Python's `==`, as far as `Canonical` kno
 
 from __future__ import annotations
 
+import builtins
 from collections import deque
 from hashlib import blake2b
 from json.encoder import encode_basestring_ascii
@@ -30,6 +31,7 @@ NAMED_VALUES = {
     "pathlib._local.PurePath",
     "ipaddress._BaseAddress",
 }
+BUILTIN_TYPES = {kind for kind in vars(builtins).values() if type(kind) is type} | {type(None)}
 
 
 class Incomparable(Exception):
@@ -92,6 +94,8 @@ class Canonical:
             return real if imaginary == "0" else f"{real}+{imaginary}j"
         if isinstance(value, (bytes, bytearray)):
             return "bytes " + bytes(value).hex()  # hexadecimal alone is an int
+        if type(value) is type and value in BUILTIN_TYPES:
+            return f"type {value.__name__}"
         return ""
 
     def ratio(self, number) -> str:

@@ -336,11 +336,14 @@ def run_job(text: bytes, descriptor: int) -> None:
         with contextlib.suppress(ImportError):
             __import__("numpy")  # before the first test, which its generator is seeded for
     program, failure = None, ""
+    tests = [test.strip() for test in job["tests"]]
+    if not official:
+        tests = [without_comparison(test) for test in tests]
     try:
         program = compile_for(job["code"], "exec", official)
     except BaseException as error:
         failure = f"raised {type(error).__name__}"
-    for test in job["tests"]:
+    for test in tests:
         reseed(0)
         generator.gauss_next = None
         try:
@@ -362,8 +365,23 @@ def run_test(program, test: str, official: bool) -> str:
         local = {}  # two namespaces: helpers, imports and recursion are out of reach
         shared["signal"] = signal  # what the published grader's own module happens to offer
     exec(program, shared, local)
-    value = eval(compile_for(test.strip(), "eval", official), shared, local)
+    value = eval(compile_for(test, "eval", official), shared, local)
     return describe(value, official)
+
+
+def without_comparison(test: str) -> str:
+    """`f(1)` of a test `f(1) == 3`, whose value is compared outside like any other's.
+
+    The answer's own `__eq__` would decide here, and where the 3 is wrong, any wrong value is right.
+    """
+    try:
+        match ast.parse(test, mode="eval").body:
+            case ast.Compare(left=value, ops=[ast.Eq()], comparators=[literal]):
+                if ast.literal_eval(literal) is not None:  # None is no value of a solution
+                    return ast.unparse(value)
+    except (SyntaxError, ValueError):  # no expression; no literal
+        pass
+    return test
 
 
 def compile_for(source: str, mode: str, official: bool):

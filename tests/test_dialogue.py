@@ -161,7 +161,9 @@ def test_the_answer_is_what_follows_the_marker_or_the_whole_last_message():
     assert split_message(backend, "ask?", False) == ("ask?", None)
     assert split_message(backend, "ask?", True) == ("ask?", "ask?")
     _, answer = split_message(backend, "so I WANT TO ANSWER: x I WANT TO ANSWER: y", False)
-    assert answer == "x I WANT TO ANSWER: y"
+    assert answer == "x"
+    _, answer = split_message(backend, "I WANT TO ANSWER:\nI WANT TO ANSWER: y", False)
+    assert answer == "y"
     assert split_message(backend, "a OUTPUT: b", False)[0] == "a OUTPUT: b"
     assert split_message(frontend, "thought OUTPUT: <html>", False) == ("<html>", None)
 
@@ -220,22 +222,32 @@ def test_only_instructions_that_all_episodes_share_and_no_domain_has_stay_with_t
 def test_a_last_message_without_marker_that_is_no_code_is_no_answer(message, reason):
     task = {"ground_truth": "def f(n): return 2 * n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
     _, answer = split_message({"domain": "backend"}, message, last_turn=True)
-    assert reasons_of(grade(task, answer), message) == {"a": reason, "b": reason}
+    history = [{"role": "assistant", "content": message}]
+    assert reasons_of(grade(task, answer), history) == {"a": reason, "b": reason}
 
 
 def test_no_answer_leaves_the_tests_that_the_solution_fails_as_they_are():
     graded = Grade(0.0, False, {"a": "raised SyntaxError", "b": "solution failed"})
-    assert reasons_of(graded, "What?") == {"a": "no answer", "b": "solution failed"}
+    asked, guessed = ([{"role": "assistant", "content": text}] for text in ("What?", "f = eval"))
+    assert reasons_of(graded, asked) == {"a": "no answer", "b": "solution failed"}
     some = Grade(0.0, False, {"a": "raised SyntaxError", "b": "wrong"})
-    assert reasons_of(some, "f = eval") == some.reasons
+    assert reasons_of(some, guessed) == some.reasons
 
 
 def test_the_leak_meter_measures_the_longest_repeated_run():
     task = {"ground_truth": "a b c d e f g h i j"}
-    assert leak_share(task, ["nothing", "c d e f"]) == 0.4
-    assert leak_share(task, ["a x b x c"]) == 0.1
-    assert leak_share(task, [task["ground_truth"]]) == 1.0
-    assert leak_share(task, []) == 0.0
+
+    def leak(*replies):
+        history = [{"role": "user", "content": task["ground_truth"]}]  # the request leaks nothing
+        for reply in replies:
+            history += [{"role": "assistant", "content": task["ground_truth"]},  # nor the agent
+                        {"role": "user", "content": reply}]
+        return leak_share(task, history)
+
+    assert leak("nothing", "c d e f") == 0.4
+    assert leak("a x b x c") == 0.1
+    assert leak(task["ground_truth"]) == 1.0
+    assert leak() == 0.0
 
 
 @pytest.mark.parametrize("reply_chars, domain, expected", [

@@ -298,11 +298,46 @@ def test_an_unknown_profile_is_refused(judge):
         "```python3\nX\n```",
         "Sure.\nI WANT TO ANSWER:\n```python\nX\n```",
         "```X```",
+        "Here it is: ```python\nX\n``` That is all.",
+        "  ```python\nX\n  ```",
     ],
 )
 def test_code_is_found_in_fences_and_after_the_marker(answer):
     code = DOUBLE["ground_truth"]
     assert extract_code(answer.replace("X", code)) == code
+
+
+@pytest.mark.parametrize("fence", ["X", "```python\nX\n```"])
+@pytest.mark.parametrize("code", [
+    'def f(n):\n    """Doubles.\n\n    ```\n    f(1)\n    ```\n    """\n    return n * 2',
+    'def f(n):\n    return n * len("a```b".split("```"))',
+])
+def test_backticks_in_code_are_no_fence(judge, code, fence):
+    assert judge.grade(DOUBLE, fence.replace("X", code)).reward == 1.0
+
+
+@pytest.mark.parametrize("literals", [(2, 4), (9, 9)])
+def test_a_test_that_compares_with_a_literal_grades_the_value(judge, literals):
+    """Right or wrong, the literal decides nothing: the solution's value does."""
+    tests = {f"test{n}": f"f({n}) == {literal}" for n, literal in enumerate(literals, 1)}
+    task = {"ground_truth": DOUBLE["ground_truth"], "test_cases": tests}
+    assert judge.grade(task, DOUBLE["ground_truth"]).success
+    assert judge.grade(task, "def f(n):\n    return 0").reward == 0.0
+    equals_all = "class Same:\n    __eq__ = lambda *_: True\n\n\ndef f(n):\n    return Same()"
+    assert judge.grade(task, equals_all).reward == 0.0
+
+
+def test_a_function_that_returns_nothing_can_be_compared_with_none(judge):
+    task = {"ground_truth": "def f(n):\n    pass", "test_cases": {"test1": "f(1) == None"}}
+    assert judge.grade(task, "def f(n):\n    return").success
+    assert not judge.grade(task, "def f(n):\n    return n").success
+
+
+def test_builtin_types_are_values(judge):
+    task = {"ground_truth": "def f(n):\n    return type(n), type(None)", "test_cases": {"a": "f(1)"}}
+    assert judge.grade(task, task["ground_truth"]).success
+    other = "class int:\n    pass\n\n\ndef f(n):\n    return int, type(None)"
+    assert judge.grade(task, other).reasons == {"a": "wrong"}
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", 3, "```python\n```"])
