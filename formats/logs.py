@@ -90,9 +90,10 @@ def log_episodes(path, prompt):
             faults.append(f"{where}: found {'; '.join(wrong)}")
         if faults:
             continue
-        messages = [message | {"content": text_of(message)} for message in row["messages"]]
+        messages = [{"role": message["role"], "content": text_of(message)}
+                    for message in row["messages"]]
         system = prompt
-        if messages[0]["role"] == "system":
+        if messages[0]["role"] in ("system", "developer"):  # two names for instructions
             system = messages.pop(0)["content"]
         before = [message["role"] for message in messages].index("assistant")
         request = "\n".join(message["content"] for message in messages[:before])

@@ -67,6 +67,7 @@ class ServerSpeaker(Speaker):
         self.told = False  # of the failed attempts since then
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
+        self.refuses_n = False  # whether it refuses requests for more than one answer
         self.model_name = self._checked_name(settings.model_name)
 
     def reply(self, request):
@@ -85,17 +86,19 @@ class ServerSpeaker(Speaker):
         """n utterances for one conversation."""
         utterances = []
         while len(utterances) < n:  # some servers ignore `n`: ask until there are enough
-            missing = n - len(utterances)
+            missing = 1 if self.refuses_n else n - len(utterances)
             request_seed = derive_seed(seed, len(utterances)) % 2**31
-            for choice in self._request(messages, missing, request_seed):
-                text = choice["message"]["content"]
-                text = text.encode(errors="replace").decode()  # without halves of surrogate pairs
-                finished = choice.get("finish_reason") != "length"
-                utterances.append(Utterance(text, finished))
+            try:
+                utterances += self._request(messages, missing, request_seed)
+            except SpeakerError as error:  # some servers refuse an `n` above 1
+                if missing == 1 or not error.refused:
+                    raise
+                utterances += self._request(messages, 1, request_seed)
+                self.refuses_n = True
         return utterances[:n]
 
     def _request(self, messages, n, seed):
-        """The choices of one request, retried; SpeakerError if there are none."""
+        """The utterances of one request, retried; SpeakerError if there are none."""
         body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed}
         body |= self.sampling
         refused = False
@@ -105,7 +108,7 @@ class ServerSpeaker(Speaker):
             began = time.monotonic()
             asked_pause = 0
             try:
-                choices = choices_of(self._ask("/chat/completions", body, self.timeout))
+                utterances = utterances_of(self._ask("/chat/completions", body, self.timeout))
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason, refused = str(error), error.refused
                 if isinstance(error, WrongAddress) and not self.has_answered:
@@ -119,7 +122,7 @@ class ServerSpeaker(Speaker):
             else:
                 self.failures_in_a_row, self.failing_since, self.told = 0, None, False
                 self.has_answered = True
-                return choices
+                return utterances
             if asked_pause == 0 and self._silent_for_long(began, reason):
                 self._give_up(reason)
             elif attempt < self.retries - 1:
@@ -281,20 +284,32 @@ def retry_after(error):
     return min(float(seconds), MAX_RETRY_AFTER)
 
 
-def choices_of(answer):
-    """The choices of an answer to /chat/completions; an error if it has no text."""
+def utterances_of(answer):
+    """What an answer to /chat/completions says; an error if it has no text."""
     choices = answer["choices"]
     if not choices:
         raise ValueError("an answer without choices")
-    for choice in choices:
-        if choice["message"]["content"] is None:
-            if choice.get("finish_reason") == "length":
-                choice["message"]["content"] = THOUGHTS  # they are parsed away, and were cut
-            elif choice.get("finish_reason") == "stop":
-                choice["message"]["content"] = ""  # SGLang's word for an empty text
-    if not all_texts(choice["message"]["content"] for choice in choices):
+    texts = [text_of(choice) for choice in choices]
+    if not all_texts(texts):
         raise ValueError("an answer without text")
-    return choices
+    return [Utterance(text.encode(errors="replace").decode(),  # without halves of surrogate pairs
+                      choice.get("finish_reason") != "length")
+            for text, choice in zip(texts, choices, strict=True)]
+
+
+def text_of(choice):
+    """The text of a choice, None if it has none."""
+    message, reason = choice["message"], choice.get("finish_reason")
+    content = message.get("content")
+    if isinstance(content, list):  # the format allows parts
+        content = "".join(part["text"] for part in content)
+    if reason == "length" and not (content or "").strip():
+        parsed_away = message.get("reasoning_content") or message.get("reasoning")
+        if content is None or parsed_away:
+            return THOUGHTS  # which were cut
+    if content is None and reason == "stop":
+        return ""  # SGLang's word for an empty text
+    return content
 
 
 def all_texts(values):

@@ -14,7 +14,7 @@ import pytest
 from commands import record
 from conftest import ROOT, byte_tokenizer, dialogue, run_module, run_script
 
-from colbench import encode_dialogue
+from colbench import agent_view, encode_dialogue
 from formats.read import read_episodes
 from report.training import held_out_tasks
 
@@ -123,6 +123,16 @@ def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_p
     assert [m["role"] for m in episode["dialogue_history"]] == [m["role"] for m in messages[1:]]
     assert (episode["reward"], episode["success"]) == (-2.5, None)
     assert episode["task"]["task_id"] == "7"
+
+
+def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_dropped(tmp_path):
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "yes", "output": "another text"}]
+    path = write_lines(tmp_path / "log", [log_line(messages=messages)])
+    import_logs(path)
+    episode, = read_episodes(f"{path}.episodes")
+    assert episode["agent_prompt"] == "Be brief."
+    assert [message["content"] for message in agent_view(episode)[0]] == ["Be brief.", "hi", "yes"]
 
 
 def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):

@@ -247,19 +247,55 @@ def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
         assert not utterances[0].finished
 
 
-class NoContent(Handler):
-    """Its answers have no text, for a reason of the test's."""
+class OnlyOne(Handler):
+    """Refuses more than one choice, as it refuses what is too long."""
 
     def do_POST(self):
-        self.body()
-        choice = {"message": {"content": None}, "finish_reason": self.server.reason}
+        body = self.body()
+        with self.server.lock:
+            self.server.calls += 1
+        if body["n"] > 1 or "too long" in body["messages"][0]["content"]:
+            self.reply(400, b"no")
+            return
+        choice = {"message": {"content": self.server.answer(body, body["seed"])}}
         self.reply(200, json.dumps({"choices": [choice]}).encode())
 
 
-@pytest.mark.parametrize("reason, text", [("length", None), ("stop", "")])
-def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(impatient, reason, text):
+def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
     with running(echo) as server:
-        server.RequestHandlerClass, server.reason = NoContent, reason
+        server.RequestHandlerClass = OnlyOne
+        speaker = load_speaker(server.url)
+        with pytest.raises(SpeakerError, match="HTTP 400"):
+            speaker.reply(Request([{"role": "user", "content": "too long"}], 3))
+        assert not speaker.refuses_n  # it was the length
+        texts = {utterance.text for messages in CONVERSATIONS[:2]
+                 for utterance in speaker.reply(Request(messages, 3))}
+    assert len(texts) == 6
+    assert server.calls == 2 + 1 + 6
+
+
+class OneMessage(Handler):
+    """Always answers with the message and the reason of the test's."""
+
+    def do_POST(self):
+        self.body()
+        choice = {"message": self.server.message, "finish_reason": self.server.reason}
+        self.reply(200, json.dumps({"choices": [choice]}).encode())
+
+
+THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize("message, reason, text", [
+    ({"content": None}, "length", None), ({}, "length", None), ({"content": None}, "stop", ""),
+    (THOUGHT | {"content": ""}, "length", None), (THOUGHT | {"content": "\n"}, "length", None),
+    (THOUGHT | {"content": ""}, "stop", ""), ({"content": ""}, "length", ""),
+    ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "stop", "ab"),
+])
+def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(
+        impatient, message, reason, text):
+    with running(echo) as server:
+        server.RequestHandlerClass, server.message, server.reason = OneMessage, message, reason
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.finished == (reason == "stop")
     assert without_thoughts(utterance.text) == text
