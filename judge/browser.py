@@ -407,7 +407,9 @@ def settled_page(html):
     """The page without animations, with Tailwind's script replaced by its style sheet."""
     html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
     html = re.sub(r"<script[^<>]*>\s*</script>", tailwind_link, html, flags=re.IGNORECASE)
+    html = re.sub(r"</?(animate\w*|set|marquee)\b[^<>]*>", "", html, flags=re.IGNORECASE)
     stop = "*,::before,::after{animation:none!important;transition:none!important}"
+    stop += "progress:not([value]){appearance:none}"
     doctype = r"^\s*(<!doctype[^>]*>)?"
     return re.sub(doctype, rf"\g<0><style>{stop}</style>", html, count=1, flags=re.IGNORECASE)
 

@@ -275,6 +275,15 @@ def test_animated_pages_are_drawn_at_rest(browser):
     assert browser.render(page) == browser.render(page)
 
 
+@pytest.mark.parametrize("moving", [
+    "<svg width=900 height=300><rect width=100 height=300><animate attributeName=x from=0 to=800"
+    " dur=1s repeatCount=indefinite /></rect></svg>",
+    "<marquee>to the left, to the left</marquee>", "<progress style='width:900px'></progress>"])
+def test_what_moves_without_css_is_drawn_at_rest(browser, moving):
+    page = f"<html><body style='font-size:200px'>{moving}</body></html>"
+    assert len({browser.render(page) for _ in range(4)}) == 1
+
+
 def test_odd_text_is_rendered(browser):
     odd = ("", "\ud800 half a pair", "<html>\0 zero</html>", "<!doctype html><p>\u2028 \U0001f600")
     for html in odd:
