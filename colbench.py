@@ -34,7 +34,7 @@ from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, BackendJudge
 from runtime.files import expect, without_nulls
-from runtime.templates import UnnestedTemplate, end_of_turn, render
+from runtime.templates import UnnestedTemplate, end_of_turn, prompt_ids, render, turn_ids
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -343,8 +343,9 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
     stops = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if prompt or messages[-1]["role"] != "assistant":
         stops.append(len(messages))
-    pieces = []  # (text, its agent turn or -1, whether an end-of-turn token closes it)
-    rendered = ""  # the text that the pieces cover
+    prompts, turns = [], []  # what stands before each turn; what the turn says
+    closed = []  # whether an end-of-turn token follows it
+    rendered = ""  # the text that they cover
     for turn, index in enumerate(stops):
         before = render(tokenizer, messages[:index])
         if not before.startswith(rendered):
@@ -352,19 +353,20 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
-        pieces.append((before[len(rendered):], -1, False))
+        prompts.append(before[len(rendered):])
         if index < len(messages):
-            content = messages[index]["content"]
-            done = finished[turn] if turn < len(finished) else True
-            pieces.append((content, turn, done))
-            rendered = before + content + (end_text if done else "")
+            turns.append(messages[index]["content"])
+            closed.append(finished[turn] if turn < len(finished) else True)
+            rendered = before + turns[-1] + (end_text if closed[-1] else "")
+    said = turn_ids(tokenizer, turns)
     ids, turn_index = [], []
-    encoded = tokenizer([text for text, _, _ in pieces], add_special_tokens=False)["input_ids"]
-    for tokens, (_, turn, done) in zip(encoded, pieces, strict=True):
-        if done:
-            tokens = tokens + [end_id]
+    for turn, tokens in enumerate(prompt_ids(tokenizer, prompts)):
         ids += tokens
-        turn_index += [turn] * len(tokens)
+        turn_index += [-1] * len(tokens)
+        if turn < len(said):
+            tokens = said[turn] + [end_id] if closed[turn] else said[turn]
+            ids += tokens
+            turn_index += [turn] * len(tokens)
     return ids, turn_index
 
 
@@ -375,10 +377,13 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     """
     head = first_request(messages) + 1  # these messages stay
     roles = [message["role"] for message in messages]
-    starts = [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
-    if prompt or roles[-1] != "assistant":  # a prompt may lose all its turns
+    # where what is kept of the rest may begin: with its first message, with a later turn, or, in a
+    # prompt, not at all
+    starts = [head]
+    starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
+    if prompt or roles[-1] != "assistant":
         starts.append(len(messages))
-    for start in [head, *starts]:
+    for start in starts:
         dropped = roles[head:start].count("assistant")
         ids, turn_index = encode_dialogue(tokenizer, messages[:head] + messages[start:],
                                           finished[dropped:], prompt)
@@ -395,9 +400,8 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
     does not learn to stop there.
     """
     end_id, _ = end_of_turn(tokenizer)
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     turns = [ids + [end_id] if done else ids
-             for ids, done in zip(encoded, finished, strict=True)]
+             for ids, done in zip(turn_ids(tokenizer, texts), finished, strict=True)]
     encoded = encode_within(tokenizer, messages, max_length - max(map(len, turns)), prompt=True)
     if encoded is None:
         return None

@@ -186,7 +186,8 @@ def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=
         tasks, inputs = toy_tasks(args.tasks, args.num_tasks), []
     else:
         tasks, inputs = read_tasks(args.tasks, args.num_tasks), [args.tasks]
-    domain = complete_flags(args, tasks, process)  # --human, --agent_prompt, --clip, --num_tasks
+    # sets --human, --agent_prompt, --clip and --num_tasks where they were omitted
+    domain = complete_flags(args, tasks, process)
     agent_prompt, human_prompt = read_prompts(args, tasks, domain)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
@@ -220,13 +221,13 @@ def collect_states(args, process):
     mine = store.missing(jobs)
     if mine:
         agent = open_agent(args, process)
-        texts_in_flight = args.batch_size * agent.batches_at_once
+        # --batch_size counts texts, and a state asks for several at once
+        at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
-        def work(key, on_turn):
+        def work(key, on_turn):  # no turn is played
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
-        fill(store, mine, work, (agent,), in_flight=max(1, texts_in_flight // args.num_candidates),
-             all_keys=jobs)
+        fill(store, mine, work, (agent,), in_flight=at_once, all_keys=jobs)
     return store.finish(jobs)
 
 

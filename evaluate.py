@@ -41,7 +41,6 @@ from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
-from runtime.seeds import derive_seed
 from runtime.text import markdown
 
 # -----------------------------------------------------------------------------
@@ -113,16 +112,17 @@ def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
     If all outcomes are equal, a bootstrap has no width, and with one task it does not tell how
-    other tasks differ. We then assume that a share z²/(count + z²) of unseen tasks could lie at
-    either of the `limits`; for outcomes of 0 or 1 this is Wilson's interval. Without limits, one
-    task has no interval.
+    other tasks differ. Wilson's interval of n successes in n tasks is [n / (n + z²), 1]: a share
+    of z² / (n + z²) may still turn out otherwise. For the low end, this share goes to the lower of
+    the `limits`, for the high end to the upper one. Without limits, one task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
     low, high = numpy.percentile(means, (2.5, 97.5))
     if limits is not None and (count == 1 or high - low < 1e-9):
         unseen = Z**2 / (count + Z**2)
-        low, high = low + unseen * (limits[0] - low), high + unseen * (limits[1] - high)
+        low = (1 - unseen) * low + unseen * limits[0]
+        high = (1 - unseen) * high + unseen * limits[1]
     return {"low": float(low), "high": float(high)}
 
 
@@ -194,7 +194,7 @@ def score(policies, draws=2000):
         means = [task_means(run, task_ids) for run in policy]
         values[name] = {key: numpy.array([run[key] for run in means]) for key in NUMBERS}
         # seeded by the name, so that an interval does not depend on the other policies
-        generator = numpy.random.default_rng(derive_seed("runs", name))
+        generator = numpy.random.default_rng([0, *name.encode()])
         run_draws[name] = draw_counts(generator, len(policy), draws)
         facts[name] = facts_of(policy) | {"numbers": {
             key: interval(table, run_draws[name], task_draws, limits[key])

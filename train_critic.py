@@ -25,13 +25,15 @@ line:
 
 To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
+    what the loss knows    Row: a field for it (the episode's reward, for example), which
+                           dialogue_row fills in
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
                            show it what only the episode has, such as a reward for each turn,
                            also dialogue_row, Critic.advantages, rank, and states_of in collect.py
     the forward pass       turn_logprobs (and omit --packed, which replaces it)
-    optimiser, schedule    train, learning_rate
+    optimiser, schedule    train, learning_rate (variants/value_critic.py takes it from here)
     FSDP, precision        shard and open_to_train in runtime/models.py
 Another kind of critic is another file that writes ranked candidates, such as
 variants/value_critic.py.
@@ -84,7 +86,8 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
     `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
     """
-    length = torch.where(tokens > 0, NORMALISERS[normalise](tokens), 1)  # L; 0 / 1 for empty turns
+    length = NORMALISERS[normalise](tokens)  # L
+    length = length.masked_fill(tokens == 0, 1)  # an empty turn has a log-ratio of 0, and L = 0
     return (logprobs - reference) / length
 
 
@@ -139,6 +142,7 @@ def split_tasks(task_ids, holdout, seed):
 # What the critic reads
 
 PRIVILEGED = ("ground_truth", "none")
+# toy/base has learnt these words; with others, its critic starts from noise
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 
@@ -237,7 +241,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    margin = beta * (chosen.sum(1) - rejected.sum(1))  # sigma's argument in Eq. (2), to be logged
+    margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), to be logged
     token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
@@ -328,7 +332,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # left by this critic after fewer steps
+    run.remove("ranked.jsonl*")  # left by this critic after fewer steps
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
@@ -426,9 +430,10 @@ class Critic:
         reference, _ = turn_logprobs(self.reference, reference_rows or rows)
         advantages = advantage(logprobs, reference, tokens, self.normalise)
         if not advantages.isfinite().all():
-            raise SystemExit(f"found advantages that are not finite ({advantages[0].tolist()}),"
-                             " expected finite ones; rank again with --dtype float32, without"
-                             " --episodes")
+            found = advantages[~advantages.isfinite()]
+            raise SystemExit(f"found {len(found)} advantages that are not finite ({found[0]}),"
+                             " expected finite ones; rank again with --dtype float32 and a new"
+                             " --ranked, without --episodes")
         return advantages
 
 

@@ -21,11 +21,13 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
-    the loss                  dpo_loss; dpo_objective for the NLL term and what is logged
+    the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
+                              for a loss per token or without pi_ref (then omit set_reference)
+    the states                read_candidate_pairs
     the pairs of candidates   make_pairs
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs (and omit --packed, which replaces it)
-    optimiser, schedule       main, learning_rate
+    optimiser, schedule       main, learning_rate (variants/sft.py takes it from here)
     FSDP, precision           shard and open_to_train in runtime/models.py
 Supervised training is variants/sft.py.
 
@@ -228,7 +230,7 @@ def dpo_objective(model, pairs, beta, nll):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
-    margin = beta * (chosen - rejected)  # sigma's argument in Eq. (4), to be logged
+    margin = beta * (chosen - rejected)  # as in Eq. (4), to be logged
     token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
@@ -325,10 +327,11 @@ def main(args):
     pairs = [pair for group in groups for pair in group]
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     if not rows:
-        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected candidates of one state with"
-                         " different advantages, or episodes of one task with different rewards,"
-                         f" that fit in --max_length {args.max_length}; raise it, collect more"
-                         " samples, or give --pairs all for episodes")
+        expected = "candidates of one state with different advantages"
+        if args.episodes:
+            expected = "episodes of one task with different rewards (or give --pairs all)"
+        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected {expected}, that fit in"
+                         f" --max_length {args.max_length}; raise it or collect more samples")
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the policy: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It

@@ -1,6 +1,7 @@
 """The policies that evaluate.py and the report compare: each NAME=FILE holds a run's episodes."""
 
 from collections import Counter
+from pathlib import Path
 
 from formats.read import one_domain, read_episodes
 
@@ -19,8 +20,12 @@ def named_files(specs):
 
 def read_policies(specs):
     """Policy name -> runs, each the episodes of one file; a NAME= given again is another seed."""
-    policies, tasks = {}, {}
+    policies, tasks, files = {}, {}, set()
     for name, path in named_files(specs):
+        if (name, Path(path).resolve()) in files:
+            raise SystemExit(f"found {name}={path} twice, expected each file once: a NAME that is"
+                             " given again is another seed, with episodes of its own")
+        files.add((name, Path(path).resolve()))
         policies.setdefault(name, []).append(read_episodes(path, tasks))
     return policies
 

@@ -27,8 +27,9 @@ files; namespaces and a user of its own are added where the machine allows them.
 which protections are active. Other systems have separate processes and limits, nothing else.
 
 Not protected: against bugs of the kernel, side channels, and an answer that special-cases the test
-expressions, which it can read, or whose own operators decide a test such as "f(3) > 5". A file has at most 8 MB, but only time limits how many an answer
-writes to its scratch folder, some GB on a fast disk, before the folder is removed.
+expressions, which it can read, or whose own operators decide a test such as "f(3) > 5". A file has
+at most 8 MB, but only time limits how many an answer writes to its scratch folder, some GB on a
+fast disk, before the folder is removed.
 
 Profile "fixed" grades as a reader expects. "official" gives the published grader's number on honest
 answers, with its quirks: banned words, and two namespaces, so that helpers, imports at the top and
@@ -297,8 +298,8 @@ def tell_once(status: dict[str, bool]) -> None:
 
 ANSWER_MARKER = "I WANT TO ANSWER:"
 PYTHON_TAGS = ("python", "python3", "py", "py3")
-# Three backticks that begin a line, or end one with nothing but a tag behind them. In code, they may
-# stand elsewhere: in a text, or in the indented example of a docstring.
+# Three backticks that begin a line, or end one with nothing but a tag behind them. In code, they
+# may stand elsewhere: in a text, or in the indented example of a docstring.
 FENCE = re.compile(r"^ {0,3}```|(?<=\S)[ \t]*```(?=\w*[ \t]*$)", re.MULTILINE)
 # Profile "official": the published grader gives 0 to an answer that contains one of these anywhere.
 BANNED = ("import os", "from os", "import sys", "from sys")

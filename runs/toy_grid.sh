@@ -5,6 +5,7 @@
 # CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export SIZE=large # whose batch sizes each cell has
 ROOT=${ROOT:-runs/out/grid}
 SEEDS=${SEEDS:-0 1}
 CELLS=${CELLS:-$(echo 64/10/{5,6,8}/4-5:{800,200})}

@@ -149,9 +149,20 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
     # transformers gives the pad token's embedding no gradient; where that token is a real one, too
     # (many models' end of text), it has to learn. Padding never reaches a loss here
     model.get_input_embeddings().padding_idx = None
+    remove_noise(model)
     model.train()
     shard(model, run, args)
     return model
+
+
+def remove_noise(model):
+    """Set dropout and jitter to 0: pi_ref has none, so they would enter every log-ratio."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def shard(model, run, args):

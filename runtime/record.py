@@ -19,7 +19,7 @@ COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continue
 
 
 def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
-    """Write `path` (run.json): flags, versions, world size, input hashes. Refuse another's output.
+    """Write `path` (run.json): flags, versions, world size, hashes. Refuse another's output.
 
     The flags `may_differ` may, since they do not change what is made, and COUNTS may grow. A
     command that has produced no output yet may be replaced by another.
@@ -50,6 +50,13 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(changed)}; expected the same command, to resume it;"
                              f" choose another {flag} or remove this one")
+        edited = [name for name, code in code_of_scripts().items()
+                  if before.get("code", {}).get(name, code) != code]
+        if edited:
+            raise SystemExit(f"{path}: found an output that other code has made, since"
+                             f" {', '.join(edited)} was edited; expected the same code, to resume"
+                             f" it; choose another {flag} or remove this one (or, if the edit"
+                             f' changes no result, remove "code" from {path.name})')
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
@@ -58,7 +65,7 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
                "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
-               "commit": code_commit()}
+               "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
 
 
@@ -72,6 +79,24 @@ def open_rows(path, flags, inputs, process, key, may_differ=(), keep=lambda row:
                          f" command; choose another {flag}")
     claim_output(record, flags, inputs, process, may_differ, flag)
     return ResumableJsonl(path, key, process, keep)
+
+
+def code_of_scripts():
+    """Script -> hash of its code, for each script and variant that this process has loaded.
+
+    They say what is computed; what stands elsewhere says how. Comments on lines of their own do not
+    count.
+    """
+    root, hashes = Path(__file__).resolve().parent.parent, {}
+    loaded = {os.path.realpath(getattr(module, "__file__", None) or "")
+              for module in list(sys.modules.values())}
+    for path in sorted([*root.glob("*.py"), *root.glob("variants/*.py")]):
+        if str(path) in loaded:
+            lines = [line for line in path.read_text().splitlines()
+                     if line.strip() and not line.lstrip().startswith("#")]
+            digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            hashes[str(path.relative_to(root))] = digest[:16]
+    return hashes
 
 
 @functools.cache

@@ -1,6 +1,8 @@
-"""Chat templates: messages as text, and the token that closes an agent turn."""
+"""Chat templates: messages as text, text as token ids, the token that closes an agent turn."""
 
 import functools
+
+DATE = "26 Jul 2024"
 
 
 class UnnestedTemplate(SystemExit):
@@ -41,9 +43,14 @@ def render(tokenizer, messages, add_generation_prompt=True):
     """The chat template's text. Without a system role, that message opens the first request."""
     import jinja2
 
-    # Llama 3.2 and others print today's date unless they are given one: prompts would change daily
+    # Some templates print today's date, so prompts would change daily. Llama 3.2's takes another
+    # one; others ask a function, which is replaced here.
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt,
-               "date_string": "26 Jul 2024"}
+               "date_string": DATE}
+    template = tokenizer.chat_template
+    if isinstance(template, str) and "strftime_now" in template:
+        options["chat_template"] = (
+            "{%- macro strftime_now(format) %}" + DATE + "{% endmacro -%}" + template)
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except jinja2.TemplateError as error:
@@ -61,3 +68,31 @@ def render(tokenizer, messages, add_generation_prompt=True):
             content = [{"type": "text", "text": system}, *content]
         first = {"role": "user", "content": content}
         return render(tokenizer, [first] + messages[2:], add_generation_prompt)
+
+
+def prompt_ids(tokenizer, texts):
+    """Token ids of texts that a template has made."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def turn_ids(tokenizer, texts):
+    """Token ids of what agents say, as a model samples them behind the prompt.
+
+    A text that spells a special token, such as </s> on a page, is no such token.
+    """
+    mark, length = mark_before(tokenizer)
+    encoded = tokenizer([mark + text for text in texts], add_special_tokens=False,
+                        split_special_tokens=True)["input_ids"] if texts else []
+    return [ids[length:] for ids in encoded]
+
+
+@functools.lru_cache(maxsize=8)
+def mark_before(tokenizer):
+    """(text, number of its tokens) to put before a turn, and to cut off again.
+
+    Some tokenizers (Llama 2's) set a space before every text, which is not there after a prompt.
+    """
+    line, word, both = prompt_ids(tokenizer, ["\n", "x", "\nx"])
+    if both != line + word and both[:len(line)] == line:
+        return "\n", len(line)
+    return "", 0

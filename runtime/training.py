@@ -31,7 +31,6 @@ from runtime.files import write_atomically
 from runtime.flags import COST_FLAGS
 from runtime.processes import join_processes
 from runtime.record import claim_output, records
-from runtime.seeds import derive_seed
 
 HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pairs is far above
 
@@ -44,8 +43,7 @@ class Run:
         self.rank, self.world, self.device = (
             self.process.rank, self.process.world, self.process.device)
         self.output, self.log_file = Path(args.output), Path(args.output, "metrics.jsonl")
-        self.max_steps, self.save_seconds, self.seed = (
-            args.max_steps, 60 * args.save_minutes, args.seed)
+        self.max_steps, self.save_seconds = args.max_steps, 60 * args.save_minutes
         claim_output(self.output / "run.json", vars(args), [*inputs, *records(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
@@ -60,10 +58,10 @@ class Run:
         if self.process.leads:
             print(text)
 
-    def remove(self, *names):
+    def remove(self, pattern):
         """Remove files of an earlier run from the output."""
-        for name in names if self.process.leads else ():
-            (self.output / name).unlink(missing_ok=True)
+        for path in self.output.glob(pattern) if self.process.leads else ():
+            path.unlink()
 
     # -------------------------------------------------------------------------
     # Ranks
@@ -94,7 +92,7 @@ class Run:
 
     @contextlib.contextmanager
     def scoring(self, model):
-        """Neither gradients nor dropout; afterwards the model is as training needs it.
+        """No gradients; afterwards the model is as training needs it.
 
         FSDP2 keeps gathered weights after a forward, to save the backward a gather; no backward
         follows here.
@@ -137,7 +135,7 @@ class Run:
             write_atomically(self.log_file, "".join(line + "\n" for line in kept))
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar)
-        self._begin(start)
+        self.began = time.perf_counter()
         self.handlers = {number: signal.signal(number, self._stop_after_step)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         return start
@@ -148,10 +146,6 @@ class Run:
         self.stopping = True
         if self.process.leads:
             tqdm.write("Stopping after this step, with its state saved; again: at once", sys.stderr)
-
-    def _begin(self, step):
-        torch.manual_seed(derive_seed(self.seed, step))  # dropout must not depend on resuming
-        self.began = time.perf_counter()
 
     def add(self, group, metrics, weight):
         """Add metrics of a part of a batch, name -> (B,), to what `log` writes as group/name."""
@@ -180,7 +174,7 @@ class Run:
                      if f"train/{name}" in line}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
-        self._begin(step + 1)
+        self.began = time.perf_counter()
 
     def save_state_if_due(self, done, model, optimizer):
         """Save what a resumed run needs: now and then, and where --max_steps or a signal ends."""

@@ -107,7 +107,7 @@ def report(rows, args):
     if failures:
         print(f"First failure: {failures[0]}\nRerun the command to retry.")
     if len(failures) == len(rows):
-        raise SystemExit("everything failed; expected the agent and the human to answer: see the"
+        raise SystemExit("everything failed; expected agent, human and judge to work: see the"
                          " reason above")
 
 

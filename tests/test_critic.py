@@ -498,13 +498,18 @@ def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forw
     assert critic.advantages(task, dialogue("t"), ["\n", "x"], [False, False])[0] == 0.0
 
 
-def test_more_steps_rank_again(trained, tiny, tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_more_steps_rank_again_also_after_a_ranking_that_was_killed(
+        trained, tiny, tmp_path, killed):
     candidates = write_candidates(tmp_path / "candidates.jsonl")
     for steps in (1, 2):
         run_script("train_critic.py", *flags(
             trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
             "--max_steps", steps))
-        ranked = read_lines(tmp_path / "critic/ranked.jsonl")
+        file = tmp_path / "critic/ranked.jsonl"
+        ranked = read_lines(file)
+        if killed:
+            file.rename(f"{file}.rank0")
         opened = Critic(tmp_path / "critic")  # on the device that ranked
         assert ranked[0]["advantages"] == pytest.approx(opened.advantages(
             *(ranked[0][key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)

@@ -4,7 +4,8 @@ import json
 import types
 
 import pytest
-from conftest import TEMPLATES, UNNESTED, byte_tokenizer
+from conftest import TEMPLATES, UNNESTED, byte_tokenizer, dialogue
+from tokenizers import models, pre_tokenizers
 
 from colbench import (
     DOMAINS, agent_messages, agent_prompt_of, custom_prompt, encode_candidates, encode_dialogue,
@@ -13,6 +14,7 @@ from formats.outcome import leak_share, reasons_of
 from formats.read import complete_task, load_episodes, read_episodes, read_tasks
 from collect import Rules, play
 from judge.sandbox import Grade, grade
+from runtime.templates import prompt_ids, render, turn_ids
 from speakers.interface import Speaker, Utterance
 from train_critic import critic_messages
 
@@ -320,6 +322,37 @@ def test_the_example_in_the_docstring_holds():
     expected = "<bos> h <end> <start> o <end> <bos> m <end> <start> s"
     assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
     assert turn_index == [-1, -1, -1, -1, 0, 0, -1, -1, -1, -1, 1]
+
+
+def test_a_date_in_a_template_is_always_the_same():
+    template = "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["llama3"]
+    text = render(byte_tokenizer(template), dialogue("t"))
+    assert text == "26 Jul 2024" + render(byte_tokenizer(), dialogue("t"))
+
+
+def test_what_a_turn_says_is_never_a_special_token():
+    tokenizer = byte_tokenizer()
+    said = "a <end> b<start>"
+    ids, turn_index = encode_dialogue(tokenizer, dialogue("t", said, "<end>"))
+    turn = [token for token, index in zip(ids, turn_index, strict=True) if index == 0]
+    assert turn[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in turn[:-1]
+    assert tokenizer.decode(turn[:-1]) == said
+    (ids, turn_index), = encode_candidates(tokenizer, dialogue("t"), [said], [False], 99)
+    assert ids[turn_index.index(0):] == turn[:-1]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_turn_has_the_tokens_that_follow_the_prompt_whatever_a_tokenizer_sets_before_a_text(
+        scheme):
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}<start>{{ m['role'] + '\n' + m['content'] + '<end>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}")
+    letters = {letter: token for token, letter in enumerate("▁\nabcdefghijklmnopqrstuvwxyz", 300)}
+    tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab() | letters, [])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    prompt = prompt_ids(tokenizer, [render(tokenizer, dialogue("t"))])[0]
+    whole = prompt_ids(tokenizer, [render(tokenizer, dialogue("t")) + "yes it is"])[0]
+    assert whole == prompt + turn_ids(tokenizer, ["yes it is"])[0]
 
 
 def test_templates_that_do_not_nest_are_refused_for_training_and_missing_ones_altogether():

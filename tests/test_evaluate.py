@@ -294,6 +294,13 @@ def test_an_interval_does_not_depend_on_the_other_policies(tmp_path):
     assert pair in three["comparisons"]
 
 
+def test_a_file_given_twice_is_no_second_seed(tmp_path):
+    file = write_rows(tmp_path / "a.jsonl", [episode(0)])
+    with pytest.raises(SystemExit, match="twice, expected each file once"):
+        evaluated(tmp_path, f"p={file}", f"p={file}")
+    assert len(evaluated(tmp_path, f"p={file}", f"q={file}")["policies"]) == 2
+
+
 @pytest.mark.parametrize("spec", ["a/b.jsonl", "=a.jsonl", "name="])
 def test_a_file_without_a_name_is_refused(spec):
     with pytest.raises(SystemExit, match=f"found {spec}, expected NAME=FILE; put a name"):

@@ -14,6 +14,8 @@ import sys
 import pytest
 from conftest import ROOT, episode, metrics, write_episodes
 
+from formats.read import read_candidates
+
 README = (ROOT / "docs/forks/README.md").read_text()
 FORKS = dict(re.findall(r"^\| `(\w+)` \|.*\| `(python [^`]+)` \|$", README, re.MULTILINE))
 COPIED = ("*.py", "judge", "runtime", "formats", "speakers", "fast", "variants", "toy",
@@ -51,7 +53,7 @@ def write_ranked(path):
                 "task": task, "sample": 0, "turn": turn, "messages": [
                     {"role": "user", "content": "t"}, *[
                         {"role": role, "content": "q"} for role in ("assistant", "user")] * turn],
-                "agent_prompt": "", "candidates": [f"what {index}" for index in range(8)],
+                "agent_prompt": "", "candidates": [f"what {10**index}" for index in range(8)],
                 "finished": [True] * 8, "advantages": [0.1 * index for index in range(8)],
                 "ranker": "a test"}) + "\n")
 
@@ -93,6 +95,31 @@ def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss
     write_ranked(folder / "ranked.jsonl")
     run(FORKS[name], folder, "--nll", "0")
     assert metrics(folder / name)[0]["train/loss"] == pytest.approx(first_loss, rel=1e-3)
+
+
+def test_an_edited_loss_is_not_taken_for_the_one_that_made_the_output(fork):
+    folder = fork("hinge")
+    write_ranked(folder / "ranked.jsonl")
+    script = folder / "train_policy.py"
+    code = script.read_text()
+    run(FORKS["hinge"], folder, "--max_steps", "1")
+    script.write_text("# a comment\n\n" + code)
+    run(FORKS["hinge"], folder, "--max_steps", "1")
+    script.write_text(code.replace("F.relu(1 -", "F.relu(2 -"))
+    with pytest.raises(AssertionError, match="since train_policy.py was edited; expected the same"):
+        run(FORKS["hinge"], folder, "--max_steps", "1")
+    (folder / "critic.py").write_text("what the command does not load\n")
+    script.write_text(code)
+    run(FORKS["hinge"], folder, "--max_steps", "1")
+
+
+def test_a_critic_of_ones_own_ranks_for_the_policy(tmp_path):
+    write_ranked(tmp_path / "candidates.jsonl")  # whose advantages are replaced
+    run(f"python {ROOT}/docs/forks/own_critic.py candidates.jsonl ranked.jsonl", tmp_path)
+    (first, *_), omitted = read_candidates(tmp_path / "ranked.jsonl", ranked=True)
+    assert first["ranker"] == "shortest" and omitted == 0
+    assert first["advantages"] == sorted(first["advantages"], reverse=True)  # the shortest is first
+    assert first["advantages"][0] > 0 > first["advantages"][-1]
 
 
 def test_the_gap_rule_pairs_only_what_is_far_apart(fork):

@@ -334,8 +334,9 @@ def test_a_function_that_returns_nothing_can_be_compared_with_none(judge):
 
 
 def test_builtin_types_are_values(judge):
-    task = {"ground_truth": "def f(n):\n    return type(n), type(None)", "test_cases": {"a": "f(1)"}}
-    assert judge.grade(task, task["ground_truth"]).success
+    solution = "def f(n):\n    return type(n), type(None)"
+    task = {"ground_truth": solution, "test_cases": {"a": "f(1)"}}
+    assert judge.grade(task, solution).success
     other = "class int:\n    pass\n\n\ndef f(n):\n    return int, type(None)"
     assert judge.grade(task, other).reasons == {"a": "wrong"}
 

@@ -320,6 +320,17 @@ def test_training_starts_at_the_reference_and_learns_its_pairs(trained):
     assert lines[-1]["train/margin"] > 0
 
 
+def test_a_model_with_dropout_learns_without_it(files, tiny, tmp_path):
+    """With a rate of 0 and no NLL, every loss is that of the start."""
+    model = shutil.copytree(tiny(), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    run_script("train_policy.py", "--candidates", files / "ranked.jsonl", "--model", model,
+               *flags(tmp_path / "out", "--lr", 0, "--nll", 0))
+    for line in metrics(tmp_path / "out"):
+        assert line["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
 def test_the_agents_own_prompt_travels_with_the_weights_and_ours_does_not(trained, files, tiny):
     assert (trained / "agent_prompt.txt").read_text() == "Ask.\n"
     ours = agent_prompt_of(ranked_state({"a": 1.0})["task"], None, 7)

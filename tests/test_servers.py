@@ -377,7 +377,7 @@ def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
     monkeypatch.setattr(Refusing, "answered", 0)
     with running(echo) as server:
         server.RequestHandlerClass = Refusing
-        with pytest.raises(SystemExit, match="everything failed; expected the agent"):
+        with pytest.raises(SystemExit, match="everything failed; expected agent, human"):
             sampled(tmp_path, server.url, turns=3)
         with pytest.raises(SystemExit, match="answers no request .*HTTP 400: too long"):
             sampled(tmp_path, server.url, turns=60)

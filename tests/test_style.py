@@ -86,7 +86,8 @@ def test_no_script_imports_another_and_its_doors_are_narrow(name):
         assert module not in SCRIPTS
         if room_of(module) in ROOMS:
             brought |= {(module, imported) for imported in names}
-    assert len(brought) <= DOORS[name], sorted(brought)
+    assert len(brought) <= DOORS[name], (
+        f"{sorted(brought)}: move something out of the script; a fork raises DOORS")
 
 
 def test_late_imports_are_late():
@@ -115,7 +116,9 @@ def test_a_trainer_has_at_most_twenty_flags_of_the_method(name):
     home = next(node for node in TREES[name].body if getattr(node, "name", "") == "parse_args")
     flags = [node for node in ast.walk(home) if isinstance(node, ast.Call)
              and getattr(node.func, "attr", "") == "add_argument"]
-    assert len(flags) <= METHOD_FLAGS
+    assert len(flags) <= METHOD_FLAGS, (
+        "a flag of how something is computed belongs to runtime/flags.py; a fork raises"
+        " METHOD_FLAGS")
 
 
 # -----------------------------------------------------------------------------

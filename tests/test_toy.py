@@ -427,8 +427,8 @@ def test_candidates_are_ranked_by_true_credit_or_at_random(tasks, tmp_path, caps
 
     log = tmp_path / "metrics.jsonl"
     write_jsonl(log, [{"step": 0, "train/loss": 0.7}, {"step": 1, "train/loss": 0.6}])
-    for _ in range(2):  # the second command finds the line of the first
-        main(["auc", str(true), "--metrics", str(log)])
+    for ranked in (drawn, true):  # the second command replaces what the first one found
+        main(["auc", str(ranked), "--metrics", str(log)])
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(lines) == 3
     assert lines[2]["step"] == 2 and lines[2]["credit_auc/all"] == 1

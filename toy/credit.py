@@ -9,12 +9,11 @@ bound. `auc` compares the advantages of any ranker with the truth: how often the
 candidates of a state has the greater one, and how many of the pairs that the halves rule draws from
 them prefer the truly better candidate.
 
-Reads: candidates (collect.py --states), or ranked ones. Writes: ranked candidates; `auc` appends a
+Reads: candidates (collect.py --states), or ranked ones. Writes: ranked candidates; `auc` adds a
 line to --metrics, the log of a critic's training.
 """
 
 import argparse
-import json
 import random
 import typing
 from concurrent.futures import ThreadPoolExecutor
@@ -212,10 +211,9 @@ def auc_command(args):
     if args.metrics:
         exists = Path(args.metrics).exists()  # rankers that were not trained have no log
         lines = [line for _, line in read_jsonl(args.metrics)] if exists else []
-        if not any(name in line for line in lines for name in found):  # once
-            step = lines[-1]["step"] + 1 if lines else 0
-            with open(args.metrics, "a") as file:
-                file.write(json.dumps({"step": step} | found) + "\n")
+        lines = [line for line in lines if not found.keys() & line.keys()]  # of an earlier ranking
+        lines.append({"step": lines[-1]["step"] + 1 if lines else 0} | found)
+        write_jsonl(args.metrics, lines)
 
 
 def check_world(states, path):
@@ -240,7 +238,7 @@ def main(argv=None):
     rank.set_defaults(command=rank_command)
     auc = commands.add_parser("auc", help="compare ranked candidates with true credit")
     auc.add_argument("candidates", help="RANKED.jsonl of any ranker")
-    auc.add_argument("--metrics", help="metrics.jsonl to append the AUC to")
+    auc.add_argument("--metrics", help="metrics.jsonl to add the AUC to")
     auc.set_defaults(command=auc_command)
     args = parser.parse_args(argv)
     args.command(args)

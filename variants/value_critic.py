@@ -174,7 +174,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)
     if run.complete:
         return
-    run.remove("ranked.jsonl", "ranked.jsonl.run.json")  # left by this critic after fewer steps
+    run.remove("ranked.jsonl*")  # left by this critic after fewer steps
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     groups, held_out = read_pairs(reader.dialogue, args, run)
@@ -190,7 +190,6 @@ def train(args):
         model = open_to_train(args, run, vision_value_class(args.model))
     else:
         model = open_to_train(args, run, "AutoModelForTokenClassification", num_labels=1)
-        model.dropout.p = 0.0  # ranks would draw different masks than one process
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     # rows with pictures are computed one by one, and all ranks have to compute as many
@@ -250,9 +249,10 @@ class ValueCritic:
         """The value of each turn of the rows, (R, S)."""
         values, _ = turn_values(self.model, rows)  # (R, S)
         if not values.isfinite().all():
-            raise SystemExit(f"found values that are not finite ({values[0].tolist()}),"
-                             " expected finite ones; rank again with --dtype float32, without"
-                             " --episodes")
+            found = values[~values.isfinite()]
+            raise SystemExit(f"found {len(found)} values that are not finite ({found[0]}), expected"
+                             " finite ones; rank again with --dtype float32 and a new --ranked,"
+                             " without --episodes")
         return values
 
 
