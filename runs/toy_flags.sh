@@ -16,11 +16,15 @@ if [ "$DOMAIN" = backend ]; then
     WORLD=${WORLD:-32/10/5/4-5}
     TASKS=${TASKS:-250}
     BATCH=1 # the batch sizes below, in these units
-    EPOCHS=4
+    POLICY=(--lr 5e-4 --epochs 4) # four pairs a state
+    MTDPO=(--lr 2e-3 --epochs 6)
+    RFT=(--lr 1e-3 --epochs 96)
   else
     TASKS=${TASKS:-500}
     BATCH=2
-    EPOCHS=2
+    POLICY=(--lr 1e-3 --epochs 2)
+    MTDPO=(--lr 2e-3 --epochs 12)
+    RFT=(--lr 2e-3 --epochs 12)
   fi
   SAMPLES=6
   STATES=6 # of a task that give candidates
@@ -34,11 +38,10 @@ if [ "$DOMAIN" = backend ]; then
   CRITIC=("${PAIRS[@]}" "${SIZES[@]}" --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 3e-3)
-  POLICY=(--batch_size $((32 * BATCH)) --micro_batch_size $((32 * BATCH)) --lr 1e-3)
-  POLICY+=(--epochs $EPOCHS) # four pairs a state
+  POLICY+=(--batch_size $((32 * BATCH)) --micro_batch_size $((32 * BATCH)))
   SIZES=(--batch_size $((24 * BATCH)) --micro_batch_size $((24 * BATCH)))
-  MTDPO=("${PAIRS[@]}" "${SIZES[@]}" --lr 2e-3 --epochs 12 --beta 0.3 --nll 10)
-  RFT=(--batch_size $((16 * BATCH)) --micro_batch_size 16 --lr 2e-3 --epochs 12)
+  MTDPO+=("${PAIRS[@]}" "${SIZES[@]}" --beta 0.3 --nll 10)
+  RFT+=(--batch_size $((16 * BATCH)) --micro_batch_size 16)
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend
