@@ -17,7 +17,7 @@ if [ "$DOMAIN" = backend ]; then
     TASKS=${TASKS:-250}
     BATCH=1 # the batch sizes below, in these units
     POLICY=(--lr 5e-4 --epochs 4) # four pairs a state
-    MTDPO=(--lr 2e-3 --epochs 6)
+    MTDPO=(--lr 3e-3 --epochs 12)
     RFT=(--lr 1e-3 --epochs 96)
   else
     TASKS=${TASKS:-500}
