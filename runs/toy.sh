@@ -24,11 +24,11 @@ step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with th
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 
-step "2. Critic. On the other core: its candidates, then rejection fine-tuning ($OUT/other.log)"
+step "2. Critic. On the other core: candidates for it to rank, then multi-turn DPO ($OUT/other.log)"
 {
   candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl"
-  rft "$OUT/episodes.jsonl" "$OUT/rft"
-  play rft "$OUT/rft"
+  mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
+  play mtdpo "$OUT/mtdpo"
 } >"$OUT/other.log" 2>&1 &
 OTHER=$!
 critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
@@ -37,17 +37,17 @@ while [ ! -e "$OUT/candidates.jsonl" ] && kill -0 "$OTHER" 2>/dev/null; do # the
 done
 [ -e "$OUT/candidates.jsonl" ] || finished "$OTHER" "$OUT/other.log"
 
-step "3. Ranks, SWEET-RL's policy, and multi-turn DPO"
+step "3. Ranks, SWEET-RL's policy, and rejection fine-tuning"
 rank "$OUT/candidates.jsonl" "$OUT/critic"
 policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
-mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
+rft "$OUT/episodes.jsonl" "$OUT/rft"
 
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
-play mtdpo "$OUT/mtdpo"
+play rft "$OUT/rft"
 play base "$BASE"
 play single_turn "$BASE" --max_turns 1
-echo "Rejection fine-tuning on the other core:"
+echo "Multi-turn DPO on the other core:"
 tail -n 1 -f --pid="$OTHER" "$OUT/other.log" # until it has ended
 finished "$OTHER" "$OUT/other.log"
 

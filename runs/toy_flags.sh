@@ -9,39 +9,22 @@ SEED=${SEED:-0}
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
   BASE=${BASE:-toy/base}
-  # small: the world of make toy. large: that of most tables in docs/measured.md, with twice as many
-  # topics and tasks, and as many tasks of each topic
-  SIZE=${SIZE:-small}
-  if [ "$SIZE" = small ]; then
-    WORLD=${WORLD:-32/10/5/4-5}
-    TASKS=${TASKS:-250}
-    BATCH=1 # the batch sizes below, in these units
-    POLICY=(--lr 5e-4 --epochs 4) # four pairs a state
-    MTDPO=(--lr 3e-3 --epochs 12)
-    RFT=(--lr 1e-3 --epochs 96)
-  else
-    TASKS=${TASKS:-500}
-    BATCH=2
-    POLICY=(--lr 1e-3 --epochs 2)
-    MTDPO=(--lr 2e-3 --epochs 12)
-    RFT=(--lr 2e-3 --epochs 12)
-  fi
+  TASKS=${TASKS:-500}
   SAMPLES=6
   STATES=6 # of a task that give candidates
   TEST=${TEST:-500}
   TURNS=(--max_turns 9) # toy/world.py says why
   TOKENS=64             # of one agent message
-  # a task with mixed outcomes has six pairs: two tasks a step, and four, whose dialogues are each
+  # a task with mixed outcomes has six pairs: four tasks a step, and eight, whose dialogues are each
   # computed once if they are in one micro-batch
   PAIRS=(--pairs success_vs_failure --shuffle groups)
-  SIZES=(--batch_size $((12 * BATCH)) --micro_batch_size $((12 * BATCH)))
-  CRITIC=("${PAIRS[@]}" "${SIZES[@]}" --lr 5e-5 --epochs 2)
+  CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 3e-3)
-  POLICY+=(--batch_size $((32 * BATCH)) --micro_batch_size $((32 * BATCH)))
-  SIZES=(--batch_size $((24 * BATCH)) --micro_batch_size $((24 * BATCH)))
-  MTDPO+=("${PAIRS[@]}" "${SIZES[@]}" --beta 0.3 --nll 10)
-  RFT+=(--batch_size $((16 * BATCH)) --micro_batch_size 16)
+  POLICY=(--batch_size 64 --lr 1e-3 --epochs "${POLICY_EPOCHS:-4}") # four pairs a state
+  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 12)
+  MTDPO+=(--beta 0.3 --nll 10)
+  RFT=(--lr 2e-3 --epochs 12)
 else
   SUFFIX=_frontend
   BASE=toy/base_frontend
@@ -55,12 +38,12 @@ else
   CRITIC=("${PAIRS[@]}" --lr 2e-4 --epochs 2)
   CRITIC_LOSS=(--beta 3 --nll 0.5)
   VALUE_HEAD=(--lr 1e-3)
-  POLICY=(--batch_size 128 --micro_batch_size 64 --lr 3e-4 --epochs 2)
+  POLICY=(--batch_size 128 --lr 3e-4 --epochs 2)
   MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
-  RFT=(--batch_size 32 --micro_batch_size 16 --lr 1e-3 --epochs 6)
+  RFT=(--lr 1e-3 --epochs 6)
 fi
-POLICY+=(--shuffle groups --beta 0.3 --nll 3)
-RFT+=(--successes)
+POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
+RFT+=(--successes --batch_size 32 --micro_batch_size 16)
 BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
 
 collect() { # MODEL SEED EPISODES

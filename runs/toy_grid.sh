@@ -5,8 +5,8 @@
 # CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export SIZE=large # whose batch sizes each cell has
 ROOT=${ROOT:-runs/out/grid}
+export POLICY_EPOCHS=2
 SEEDS=${SEEDS:-0 1}
 CELLS=${CELLS:-$(echo 64/10/{5,6,8}/4-5:{800,200})}
 for cell in $CELLS; do

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json. SIZE=large: of the world
-# twice as large, and toy_seeds_large.json; DOMAIN=frontend: of pages, and toy_seeds_frontend.json.
-# Resumes; ONLY=toy omits ablations, best of N and round 2.
+# N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json; with DOMAIN=frontend of
+# pages, and runs/out/toy_seeds_frontend.json. Resumes; ONLY=toy omits ablations, best of N and
+# round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export DOMAIN=${DOMAIN:-backend} SIZE=${SIZE:-small}
+export DOMAIN=${DOMAIN:-backend}
 N=${1:-5}
 SUFFIX=
-[ "$SIZE" = small ] || SUFFIX=_large
 [ "$DOMAIN" = backend ] || SUFFIX=_frontend
 ROOT=${ROOT:-runs/out/seeds$SUFFIX}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
