@@ -332,7 +332,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    run.remove("ranked.jsonl*")  # left by this critic after fewer steps
+    run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)

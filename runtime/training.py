@@ -58,10 +58,11 @@ class Run:
         if self.process.leads:
             print(text)
 
-    def remove(self, pattern):
+    def remove(self, *patterns):
         """Remove files of an earlier run from the output."""
-        for path in self.output.glob(pattern) if self.process.leads else ():
-            path.unlink()
+        for pattern in patterns if self.process.leads else ():
+            for path in self.output.glob(pattern):
+                path.unlink()
 
     # -------------------------------------------------------------------------
     # Ranks

@@ -174,7 +174,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)
     if run.complete:
         return
-    run.remove("ranked.jsonl*")  # left by this critic after fewer steps
+    run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     groups, held_out = read_pairs(reader.dialogue, args, run)
