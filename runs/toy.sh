@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SWEET-RL and its baselines on the embedded world, on two CPU cores: collect, critic, policies,
-# test, report. SEED, OUT, TASKS and TEST can be set; SHORT=1 is a smoke run.
+# test, report. SEED, OUT, TASKS, TEST and POLICY_EPOCHS can be set; SHORT=1 is a smoke run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -n "${SHORT:-}" ]; then

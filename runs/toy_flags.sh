@@ -15,8 +15,8 @@ if [ "$DOMAIN" = backend ]; then
   TEST=${TEST:-500}
   TURNS=(--max_turns 9) # toy/world.py says why
   TOKENS=64             # of one agent message
-  # a task with mixed outcomes has six pairs: four tasks a step, and eight, whose dialogues are each
-  # computed once if they are in one micro-batch
+  # a task with mixed outcomes has five to nine pairs: some four tasks a step, and eight, whose
+  # dialogues are each computed once if they are in one micro-batch
   PAIRS=(--pairs success_vs_failure --shuffle groups)
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)

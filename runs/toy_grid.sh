@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # When does it pay? Cells of a grid of embedded worlds and numbers of training tasks: of how many
 # likely details (5, 6 or 8) a task needs 4 or 5, with 200 or 800 tasks. In each cell the paper's
-# halves, our pairing rule, a critic without the solution, rejection fine-tuning and the base.
+# halves, our pairing rule and a critic without the solution, with two epochs of the policy, rejection
+# fine-tuning and the base.
 # CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
