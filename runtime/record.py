@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,21 +83,24 @@ def open_rows(path, flags, inputs, process, key, may_differ=(), keep=lambda row:
 
 
 def code_of_scripts():
-    """Script -> hash of its code, for each script and variant that this process has loaded.
+    """Script -> hash of its code: the script that runs, and those that it imports.
 
     They say what is computed; what stands elsewhere says how. Comments on lines of their own do not
     count.
     """
     root, hashes = Path(__file__).resolve().parent.parent, {}
-    loaded = {os.path.realpath(getattr(module, "__file__", None) or "")
-              for module in list(sys.modules.values())}
-    for path in sorted([*root.glob("*.py"), *root.glob("variants/*.py")]):
-        if str(path) in loaded:
-            lines = [line for line in path.read_text().splitlines()
-                     if line.strip() and not line.lstrip().startswith("#")]
-            digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            hashes[str(path.relative_to(root))] = digest[:16]
-    return hashes
+    waiting = [Path(sys.argv[0]).resolve()]
+    while waiting:
+        path = waiting.pop()
+        name = str(path.relative_to(root)) if root in path.parents else ""
+        if path.parent not in (root, root / "variants") or not path.is_file() or name in hashes:
+            continue
+        lines = [line for line in path.read_text().splitlines()
+                 if line.strip() and not line.lstrip().startswith("#")]
+        hashes[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        imported = re.findall(r"^from ([\w.]+) import", "\n".join(lines), re.MULTILINE)
+        waiting += [root / f"{module.replace('.', '/')}.py" for module in imported]
+    return dict(sorted(hashes.items()))
 
 
 @functools.cache

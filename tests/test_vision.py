@@ -230,7 +230,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     reopened, model = critic
     sight = reopened.reader.sight
     task = page_task()
-    episode = page_episode(task, ["one page", "another <|image_pad|>", "the last"], 0.5)
+    episode = page_episode(task, ["one page", "another", "the last"], 0.5)
     scores = reopened.turn_advantages([reopened.dialogue(episode)])[0].tolist()
 
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}

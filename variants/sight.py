@@ -109,7 +109,7 @@ def forward_seen(model, ids, input_ids, attention_mask, **seen):
     """One row with the pictures of its opening `input_ids`; the model finds their positions."""
     ids = ids.clone()
     later = ids[:, input_ids.shape[1]:]  # a view
-    later[later == model.config.image_token_id] = 0  # an agent that spells it out shows no picture
+    later[later == model.config.image_token_id] = 0  # a human who spells it out shows no picture
     for name, values in seen.items():
         if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
             seen[name] = F.pad(values, (0, later.shape[1]))
