@@ -339,7 +339,7 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
     The generation prompt closes a dialogue that ends with a user message, and with `prompt` any
     one, since in logs an agent may speak twice in a row.
     """
-    end_id, end_text = end_of_turn(tokenizer)
+    _, end_text = end_of_turn(tokenizer)
     stops = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if prompt or messages[-1]["role"] != "assistant":
         stops.append(len(messages))
@@ -358,15 +358,14 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
             turns.append(messages[index]["content"])
             closed.append(finished[turn] if turn < len(finished) else True)
             rendered = before + turns[-1] + (end_text if closed[-1] else "")
-    said = turn_ids(tokenizer, turns)
+    said = turn_ids(tokenizer, turns, closed)
     ids, turn_index = [], []
     for turn, tokens in enumerate(prompt_ids(tokenizer, prompts)):
         ids += tokens
         turn_index += [-1] * len(tokens)
         if turn < len(said):
-            tokens = said[turn] + [end_id] if closed[turn] else said[turn]
-            ids += tokens
-            turn_index += [turn] * len(tokens)
+            ids += said[turn]
+            turn_index += [turn] * len(said[turn])
     return ids, turn_index
 
 
@@ -399,9 +398,7 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
     that was cut at the token limit (finished: False) gets no end-of-turn token, so that the policy
     does not learn to stop there.
     """
-    end_id, _ = end_of_turn(tokenizer)
-    turns = [ids + [end_id] if done else ids
-             for ids, done in zip(turn_ids(tokenizer, texts), finished, strict=True)]
+    turns = turn_ids(tokenizer, texts, finished)
     encoded = encode_within(tokenizer, messages, max_length - max(map(len, turns)), prompt=True)
     if encoded is None:
         return None

@@ -42,9 +42,9 @@ def leak_share(task, history):
     """The longest run of the solution's tokens in one human reply, as a share of the solution."""
     solution = re.findall(r"\w+|[^\w\s]", task["ground_truth"])
     longest = 0
-    replies = [message for message in history[1:] if message["role"] == "user"]
+    replies = [message["content"] for message in history[1:] if message["role"] == "user"]
     for reply in replies:
-        words = re.findall(r"\w+|[^\w\s]", reply["content"])
+        words = re.findall(r"\w+|[^\w\s]", reply)
         matcher = difflib.SequenceMatcher(None, solution, words, autojunk=False)
         longest = max(longest, matcher.find_longest_match(0, len(solution), 0, len(words)).size)
     return longest / max(1, len(solution))

@@ -72,18 +72,23 @@ def render(tokenizer, messages, add_generation_prompt=True):
 
 def prompt_ids(tokenizer, texts):
     """Token ids of texts that a template has made."""
-    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def turn_ids(tokenizer, texts):
-    """Token ids of what agents say, as a model samples them behind the prompt.
+def turn_ids(tokenizer, texts, finished):
+    """Token ids of what agents say, as a model samples them behind the prompt; where a turn is
+    finished, with its end-of-turn token.
 
     A text that spells a special token, such as </s> on a page, is no such token.
     """
+    if not texts:
+        return []  # which tokenizers refuse
+    end_id, _ = end_of_turn(tokenizer)
     mark, length = mark_before(tokenizer)
     encoded = tokenizer([mark + text for text in texts], add_special_tokens=False,
-                        split_special_tokens=True)["input_ids"] if texts else []
-    return [ids[length:] for ids in encoded]
+                        split_special_tokens=True)["input_ids"]
+    return [ids[length:] + [end_id] if done else ids[length:]
+            for ids, done in zip(encoded, finished, strict=True)]
 
 
 @functools.lru_cache(maxsize=8)

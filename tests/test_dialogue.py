@@ -352,7 +352,7 @@ def test_a_turn_has_the_tokens_that_follow_the_prompt_whatever_a_tokenizer_sets_
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     prompt = prompt_ids(tokenizer, [render(tokenizer, dialogue("t"))])[0]
     whole = prompt_ids(tokenizer, [render(tokenizer, dialogue("t")) + "yes it is"])[0]
-    assert whole == prompt + turn_ids(tokenizer, ["yes it is"])[0]
+    assert whole == prompt + turn_ids(tokenizer, ["yes it is"], [False])[0]
 
 
 def test_templates_that_do_not_nest_are_refused_for_training_and_missing_ones_altogether():
