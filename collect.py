@@ -40,19 +40,16 @@ import typing
 
 from colbench import (
     DOMAINS, MAX_TURNS, agent_messages, agent_prompt_of, prompt_of_episode, split_message)
-from formats.outcome import leak_share, reasons_of
-from formats.read import group_by_task, load_episodes, read_tasks, state_key
-from judge.sandbox import Grade
+from formats.outcome import outcome_of
+from formats.read import group_by_task, load_episodes, state_key
 from runtime.flags import FlagParser
 from runtime.processes import join_processes, launch
-from runtime.record import open_rows, records
+from runtime.record import open_rows
 from runtime.seeds import derive_seed
-from speakers import load_speaker
-from speakers.checks import complete_flags, read_prompts, refuse_unused
 from speakers.fill import fill, report, show_bug
-from speakers.interface import Request, SpeakerError, SpeakerSettings, spoken
-from speakers.pool import JudgeElsewhere
-from toy.world import toy_tasks
+from speakers.interface import Request, SpeakerError, spoken
+from speakers.roles import (
+    open_agent, open_human, open_judge, read_tasks_and_prompts, refuse_unused)
 
 # -----------------------------------------------------------------------------
 # The game
@@ -75,7 +72,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
-    turns, answer, grade, error = 0, None, Grade(None, None, {}), None
+    turns, answer, grade, error = 0, None, None, None
 
     def ask(speaker, messages):
         key = (task["task_id"], sample)
@@ -109,10 +106,9 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
 
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
-        "reward": grade.reward, "success": grade.success, "turns": turns,
-        "max_turns": rules.max_turns, "reasons": reasons_of(grade, history),
-        "leak": leak_share(task, history), "seed": rules.seed, "agent_prompt": rules.agent_prompt,
-        "error": error,
+        **outcome_of(task, history, grade),  # reward, success, reasons, leak
+        "turns": turns, "max_turns": rules.max_turns, "seed": rules.seed,
+        "agent_prompt": rules.agent_prompt, "error": error,
     }
 
 
@@ -169,40 +165,24 @@ def candidates(state, agent, n, seed):
 # The run
 
 
-def open_agent(args, process):
-    return load_speaker(args.agent, "agent", SpeakerSettings(
-        model_name=args.agent_model, temperature=args.temperature,
-        max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, device=process.device,
-        dtype=args.dtype))
-
-
-def collect_episodes(args, process, open_speaker=open_agent, notes=None, models=()):
+def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()):
     """Play what `args.output` lacks; returns all episodes, on the leader.
 
-    For variants: `open_speaker` opens another agent, which needs the checkpoints `models`; `notes`
-    go into every episode.
+    For variants: another `open_agent`, the checkpoints `models` that it needs, and `notes` that go
+    into every episode.
     """
-    if args.tasks.startswith("toy:"):
-        tasks, inputs = toy_tasks(args.tasks, args.num_tasks), []
-    else:
-        tasks, inputs = read_tasks(args.tasks, args.num_tasks), [args.tasks]
-    # sets --human, --agent_prompt, --clip and --num_tasks where they were omitted
-    domain = complete_flags(args, tasks, process)
-    agent_prompt, human_prompt = read_prompts(args, tasks, domain)
+    # this sets flags that were omitted and that the tasks decide, such as --human
+    tasks, domain, agent_prompt, human_prompt = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
+    inputs = [] if args.tasks.startswith("toy:") else [args.tasks]
     store = open_store(args, inputs, models, episode_key, process)
     mine = store.missing(jobs)
     if mine:
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
-        with domain.open_judge(**{flag: getattr(args, flag) for flag in domain.flags}) as judge:
-            judge = JudgeElsewhere(judge)  # while it works, models go on with other dialogues
-            human = load_speaker(args.human, "human", SpeakerSettings(
-                model_name=args.human_model, temperature=args.human_temperature,
-                max_new_tokens=args.human_max_new_tokens, batch_size=args.batch_size,
-                device=process.device, dtype=args.dtype), pictures=domain.pages)
-            agent = open_speaker(args, process)
+        with open_judge(args, domain) as judge:
+            human, agent = open_human(args, process, domain), open_agent(args, process)
 
             def work(key, on_turn):
                 _, sample = key
@@ -233,10 +213,9 @@ def collect_states(args, process):
 
 def open_store(args, inputs, models, key, process):
     """Open the output with the rows that it already has; refuse another command's output."""
-    inputs = [*inputs, args.agent_prompt, args.human_prompt,
-              *records(args.agent, args.human, *models)]
-    return open_rows(args.output, vars(args), inputs, process, key, ("batch_size",),
-                     keep=lambda row: not row.get("error"))
+    return open_rows(args.output, vars(args), [*inputs, args.agent_prompt, args.human_prompt],
+                     process, key, models=(args.agent, args.human, *models),
+                     may_differ=["batch_size"], keep=lambda row: not row.get("error"))
 
 
 def main(args):

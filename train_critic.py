@@ -60,7 +60,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from colbench import agent_view, encode_candidates, encode_within, first_request, succeeded
-from formats.outcome import why_no_pair
 from formats.read import group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
@@ -309,7 +308,9 @@ def read_pairs(row_of, args, run):
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out; expected at"
-                         f" least one. {why_no_pair(by_task.values(), held_out, args.max_length)}")
+                         " least one; collect more episodes of each task, give --pairs all, which"
+                         " needs no success, or a smaller --margin or --holdout. A model that never"
+                         " succeeds learns from demonstrations first (variants/sft.py)")
     return groups, held_out
 
 

@@ -1,5 +1,4 @@
-"""How dialogues ended: why tests failed, whether there was an answer, what the human gave away, and
-why they make no pair."""
+"""How dialogues ended: why tests failed, whether there was an answer, what the human gave away."""
 
 import difflib
 import re
@@ -9,6 +8,15 @@ from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
 
 # What the judge says of a text that is no Python
 NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
+
+
+def outcome_of(task, history, grade):
+    """What an episode says of its end; `grade` is None where an error has ended it."""
+    outcome = {"reward": None, "success": None, "reasons": {}}
+    if grade is not None:
+        outcome = {"reward": grade.reward, "success": grade.success,
+                   "reasons": reasons_of(grade, history)}
+    return outcome | {"leak": leak_share(task, history)}
 
 
 def reasons_of(grade, history):
@@ -48,22 +56,3 @@ def leak_share(task, history):
         matcher = difflib.SequenceMatcher(None, solution, words, autojunk=False)
         longest = max(longest, matcher.find_longest_match(0, len(solution), 0, len(words)).size)
     return longest / max(1, len(solution))
-
-
-def rewards_differ(group):
-    """Whether two of these episodes can be compared."""
-    return len({episode["reward"] for episode in group}) > 1
-
-
-def why_no_pair(groups, held_out, max_length):
-    """Why episodes, grouped by task, give no pair to train on, and what helps."""
-    if all(len(group) == 1 for group in groups):
-        return ("Every task has one episode alone: collect with --samples_per_task 4, or give logs"
-                " a `task` in common.")
-    if not any(map(rewards_differ, groups)):
-        return ("The episodes of each task have equal rewards: collect more. A model that never"
-                " succeeds learns from demonstrations first (variants/sft.py).")
-    if held_out:
-        return "All pairs are held out: lower --holdout, or collect episodes of more tasks."
-    return ("Some rewards differ: take --pairs all, which needs no success, or a smaller --margin,"
-            f" or raise --max_length {max_length}.")

@@ -70,15 +70,15 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
         write_atomically(path, json.dumps(run, indent=1) + "\n")
 
 
-def open_rows(path, flags, inputs, process, key, may_differ=(), keep=lambda row: True,
+def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=lambda row: True,
               flag="--output"):
-    """A ResumableJsonl whose record of the command is PATH.run.json."""
+    """A ResumableJsonl whose record of the command is PATH.run.json; `models` are inputs, too."""
     record = Path(f"{path}.run.json")
     if Path(path).exists() and not record.is_file():
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
-    claim_output(record, flags, inputs, process, may_differ, flag)
+    claim_output(record, flags, [*inputs, *records(*models)], process, may_differ, flag)
     return ResumableJsonl(path, key, process, keep)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from tqdm import tqdm
 
 from colbench import DOMAINS
-from formats.outcome import lacks_answer, rewards_differ
+from formats.outcome import lacks_answer
 from formats.read import group_by_task
 from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
 from runtime.text import counted
@@ -128,6 +128,7 @@ def hints(episodes):
                f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise"
                " --max_turns or --max_new_tokens, or start from a model that was trained on"
                " demonstrations (variants/sft.py).")
-    if len(played) > len(by_task) and not any(map(rewards_differ, by_task.values())):
+    differ = any(len({episode["reward"] for episode in group}) > 1 for group in by_task.values())
+    if len(played) > len(by_task) and not differ:
         yield ("No task has two episodes of different reward, so a critic cannot learn from this"
                " file.")

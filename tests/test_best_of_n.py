@@ -9,9 +9,9 @@ from conftest import run_script
 from parties import (
     RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, played, within)
 
-import collect
 from collect import play
 from judge.sandbox import ANSWER_MARKER
+from speakers import roles
 from speakers.interface import Request, SpeakerError, Utterance
 from variants import best_of_n
 from variants.best_of_n import BestOfN, CriticChoice, GraderChoice
@@ -129,7 +129,7 @@ def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not
         tmp_path, monkeypatch):
     parties = {"agent": Served(asker(lambda key: 3)), "human": Served(human_line),
                "grader": Failing(pick_plus_signs(1), lives=5)}
-    for module in (collect, best_of_n):
+    for module in (roles, best_of_n):
         monkeypatch.setattr(module, "load_speaker", lambda spec, role, *_, **__: parties[role])
     output = tmp_path / "episodes.jsonl"
     args = best_of_n.parse_args([

@@ -397,17 +397,16 @@ def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change):
                    for name, value in weights(folder / "critic").items())
 
 
-@pytest.mark.parametrize("rewards, advice", [
-    ([1.0], "Every task has one episode alone"),
-    ([0.5, 0.2], "--pairs all"), ([0.0, 0.0], "never succeeds learns from demonstrations"),
-])
-def test_no_pair_is_a_sentence_with_what_helps(tiny, tmp_path, rewards, advice):
+@pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.2], [0.0, 0.0]])
+def test_no_pair_is_a_sentence_with_what_helps(tiny, tmp_path, rewards):
     path = tmp_path / "episodes.jsonl"
     lines = [json.dumps(episode("t", reward, sample)) for sample, reward in enumerate(rewards)]
     path.write_text("\n".join(lines) + "\n")
     done = run_script("train_critic.py", *flags(path, tiny(), tmp_path / "critic"), check=False)
     assert done.returncode == 1 and str(path) in done.stderr and "found no pair" in done.stderr
-    assert advice in done.stderr and "Traceback" not in done.stderr
+    for advice in ("more episodes of each task", "--pairs all", "--margin", "demonstrations"):
+        assert advice in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_failed_episodes_are_left_out_and_counted(tiny, tmp_path):

@@ -23,6 +23,7 @@ from formats.read import load_episodes, read_candidates, read_episodes
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
+from speakers import roles
 
 ALONE = Process(0, 1, "cpu")
 
@@ -149,7 +150,7 @@ def test_a_local_agent_and_a_served_human_give_the_same_bytes_at_any_batch_size(
 def collect_with(monkeypatch, output, agent, human, count=20, in_flight=4):
     """collect_episodes for `count` tasks, with these parties and the real judge."""
     parties = {"agent": agent, "human": human}
-    monkeypatch.setattr(collect, "load_speaker", lambda spec, role, *_, **__: parties[role])
+    monkeypatch.setattr(roles, "load_speaker", lambda spec, role, *_, **__: parties[role])
     args = collect.parse_args([
         "--tasks", "toy:backend:train", "--num_tasks", str(count), "--samples_per_task", "1",
         "--agent", "scripted", "--batch_size", str(in_flight), "--output", str(output)])
@@ -290,7 +291,7 @@ def test_a_checkpoint_with_other_instructions_does_not_resume_an_output(tiny, tm
 
 def sampled(monkeypatch, policy, folder, episodes, *more):
     """The rows that collect_states makes in these episodes, four candidates in each state."""
-    monkeypatch.setattr(collect, "load_speaker", lambda *_, **__: policy)
+    monkeypatch.setattr(roles, "load_speaker", lambda *_, **__: policy)
     folder.mkdir(exist_ok=True)
     given = folder.parent / "given.jsonl"
     given.write_text("".join(json.dumps(row) + "\n" for row in episodes))
@@ -479,7 +480,7 @@ def test_flags_without_effect_are_refused(flags, found):
 ])
 def test_what_cannot_be_played_is_refused_before_anything_is_opened(
         monkeypatch, tmp_path, flags, found):
-    monkeypatch.setattr(collect, "load_speaker", None)
+    monkeypatch.setattr(roles, "load_speaker", None)
     task = {"problem_description": "Add.", "test_cases": {"a": "f(1)"},
             "ground_truth": "def f(x): return x"}
     names = {name: tmp_path / name for name in ("tasks", "logged", "prompt")}

@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from collect import collect_episodes, collect_parser, open_agent
+from collect import collect_episodes, collect_parser
 from collect import parse_args as check_args
 from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
@@ -37,6 +37,7 @@ from speakers import load_speaker
 from speakers.fill import report
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings, spoken
 from speakers.pool import gather
+from speakers.roles import open_agent
 from variants.value_critic import OF_CRITICS, open_critic
 
 GRADER = "grader:"  # in front of a speaker, as --critic names it

@@ -1,12 +1,17 @@
-"""What collect.py checks and fills in of its flags and prompts before a model loads."""
+"""Agent, human and judge as collect.py's flags name them: checked, told what to do, opened."""
 
+import contextlib
 from pathlib import Path
 
 from colbench import DOMAINS, agent_prompt_of
-from formats.read import one_domain
+from formats.read import one_domain, read_tasks
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
 from runtime.names import check_spec, is_scripted, is_server
+from speakers import load_speaker
+from speakers.interface import SpeakerSettings
+from speakers.pool import JudgeElsewhere
+from toy.world import toy_tasks
 
 
 def refuse_unused(parser, args):
@@ -23,6 +28,17 @@ def refuse_unused(parser, args):
     for applies, names, reason in no_effect:
         if applies:
             parser.refuse_ignored(args, names, reason)
+
+
+def read_tasks_and_prompts(args, process):
+    """(tasks, their domain, the agent's instructions, the human's), before a model loads.
+
+    Sets --human, --agent_prompt, --clip and --num_tasks where they were omitted.
+    """
+    read = toy_tasks if args.tasks.startswith("toy:") else read_tasks
+    tasks = read(args.tasks, args.num_tasks)
+    domain = complete_flags(args, tasks, process)
+    return tasks, domain, *read_prompts(args, tasks, domain)
 
 
 def complete_flags(args, tasks, process):
@@ -72,3 +88,22 @@ def read_prompts(args, tasks, domain):
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
     return agent_prompt, human_prompt
+
+
+def open_agent(args, process):
+    return load_speaker(args.agent, "agent", SpeakerSettings(
+        args.agent_model, args.temperature, args.max_new_tokens, args.batch_size, process.device,
+        args.dtype))
+
+
+def open_human(args, process, domain):
+    return load_speaker(args.human, "human", SpeakerSettings(
+        args.human_model, args.human_temperature, args.human_max_new_tokens, args.batch_size,
+        process.device, args.dtype), pictures=domain.pages)
+
+
+@contextlib.contextmanager
+def open_judge(args, domain):
+    """The domain's judge, with its flags; while it works, models go on with other dialogues."""
+    with domain.open_judge(**{flag: getattr(args, flag) for flag in domain.flags}) as judge:
+        yield JudgeElsewhere(judge)
