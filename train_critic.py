@@ -32,7 +32,7 @@ To change                  edit
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
                            show it what only the episode has, such as a reward for each turn,
                            also dialogue_row, Critic.advantages, rank, and states_of in collect.py
-    the forward pass       turn_logprobs (and omit --packed, which replaces it)
+    the forward pass       turn_logprobs (and omit --packed, which replaces it: PACKED= make toy)
     optimiser, schedule    train, learning_rate (variants/value_critic.py takes it from here)
     FSDP, precision        shard and open_to_train in runtime/models.py
 Another kind of critic is another file that writes ranked candidates, such as

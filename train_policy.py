@@ -26,7 +26,7 @@ To change                     edit
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs
     the pairs of episodes     pair_episodes
-    the forward pass          turn_logprobs (and omit --packed, which replaces it)
+    the forward pass          turn_logprobs (and omit --packed, which replaces it: PACKED= make toy)
     optimiser, schedule       main, learning_rate (variants/sft.py takes it from here)
     FSDP, precision           shard and open_to_train in runtime/models.py
 Supervised training is variants/sft.py.

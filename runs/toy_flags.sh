@@ -44,6 +44,7 @@ else
 fi
 POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
 RFT+=(--successes --batch_size 32 --micro_batch_size 16)
+PACKED=${PACKED---packed} # PACKED= runs the trainers' own turn_logprobs, such as that of a fork
 BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
 
 collect() { # MODEL SEED EPISODES
@@ -57,10 +58,10 @@ candidates() { # MODEL EPISODES CANDIDATES
 }
 critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
   python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" \
-    "${CRITIC_LOSS[@]}" --packed "${@:3}"
+    "${CRITIC_LOSS[@]}" $PACKED "${@:3}"
 }
 rank() { # CANDIDATES CRITIC FLAGS...: writes CRITIC/ranked.jsonl
-  python train_critic.py --candidates "$1" --output "$2" --packed "${@:3}"
+  python train_critic.py --candidates "$1" --output "$2" $PACKED "${@:3}"
   true_credit "$2"
 }
 true_credit() { # CRITIC: how true its ranks are, in its metrics.jsonl, too; pages have no credit
@@ -69,15 +70,15 @@ true_credit() { # CRITIC: how true its ranks are, in its metrics.jsonl, too; pag
 }
 policy() { # RANKED MODEL OUTPUT FLAGS...
   python train_policy.py --candidates "$1" --model "$2" --output "$3" --seed "$SEED" \
-    "${POLICY[@]}" --packed "${@:4}"
+    "${POLICY[@]}" $PACKED "${@:4}"
 }
 mtdpo() { # EPISODES OUTPUT
   python train_policy.py --episodes "$1" --model "$BASE" --output "$2" --seed "$SEED" \
-    "${MTDPO[@]}" --packed
+    "${MTDPO[@]}" $PACKED
 }
 rft() { # EPISODES OUTPUT
   python variants/sft.py --episodes "$1" --model "$BASE" --output "$2" --seed "$SEED" \
-    "${RFT[@]}" --packed
+    "${RFT[@]}" $PACKED
 }
 TEST_TASKS=(--tasks "toy:$DOMAIN:${SPLIT:-test}${WORLD:+:$WORLD}" --num_tasks "$TEST"
   --samples_per_task 1 "${TURNS[@]}" --max_new_tokens "$TOKENS" --batch_size 128 --seed "$SEED")
