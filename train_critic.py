@@ -27,7 +27,8 @@ To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
     what the loss knows    Row: a field for it (the episode's reward, for example), which
                            dialogue_row fills in
-    the advantage          advantage, NORMALISERS
+    the advantage          advantage, NORMALISERS; a new parameter of it also passes through
+                           critic_objective, read_critic_flags and Critic
     the pairs              pair_episodes
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
                            show it what only the episode has, such as a reward for each turn,

@@ -4,6 +4,7 @@ It reads a screenshot of the solution before the request, and has a regression h
 """
 
 import functools
+import json
 
 import torch
 import torch.nn.functional as F
@@ -40,18 +41,19 @@ class Sight:
         opening = messages[:first_request(messages) + 1]
         # tuples and texts, which a cache can look up
         opening = tuple((message["role"], message["content"]) for message in opening)
-        return functools.partial(self.read, task["domain"], task["ground_truth"], opening)
+        return functools.partial(self.read, json.dumps(task), opening)
 
-    def _read(self, domain, solution, opening):
+    def _read(self, task, opening):
+        task = json.loads(task)
         messages = [{"role": role, "content": content} for role, content in opening]
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
-        if self.privileged == "ground_truth" and DOMAINS[domain].pages:
-            picture = self.draw(solution_page(solution))
+        if self.privileged == "ground_truth" and DOMAINS[task["domain"]].pages:
+            picture = self.draw(solution_page(task["ground_truth"]))
         if picture:
             request = {"type": "text", "text": messages[-1]["content"]}
             messages[-1]["content"] = [image_part(picture), request]
         else:
-            messages = critic_messages({"ground_truth": solution}, messages, self.privileged)
+            messages = critic_messages(task, messages, self.privileged)
         return picture_inputs(self.processor, [messages])
 
     def _draw(self, page):
