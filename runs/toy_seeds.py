@@ -36,18 +36,8 @@ PAIRS = [  # besides sweet - every other policy
     ("mtdpo", "base"),
     ("base", "single_turn"),
 ]
-CRITICS = {  # policy that learnt from its ranks -> the critic's directory in that of a seed
-    "sweet": "critic",
-    "sweet_no_privileged": "sweet_no_privileged/critic",
-    "sweet_no_normalise": "sweet_no_normalise/critic",
-    "sweet_trajectory": "sweet_trajectory/critic",
-    "sweet_value_head": "sweet_value_head/critic",
-    "sweet_untrained": "sweet_untrained/critic",
-    "sweet_credit": "sweet_credit",
-    "sweet_random": "sweet_random",
-    "sweet_lora": "sweet_lora/critic",
-    "sweet_round2": "iterate/round2/critic",
-}
+# the directory of a policy's critic in that of a seed; of others it is NAME/critic or NAME
+CRITICS = {"sweet": ["critic"], "sweet_round2": ["iterate/round2/critic"]}
 DRAWS = 2000  # of the bootstrap
 
 
@@ -69,11 +59,12 @@ def read_aucs(root):
     """Policy name -> seed -> the last value of each number in its critic's metrics on true credit.
     """
     found = {}
-    for name, critic in CRITICS.items():
-        for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl")):
-            last = credit_metrics(path)
-            if last:  # pages have no credit
-                found.setdefault(name, {})[path.relative_to(root).parts[0]] = last
+    for name in POLICIES:
+        for critic in CRITICS.get(name, [f"{name}/critic", name]):
+            for path in sorted(root.glob(f"[0-9]*/{critic}/metrics.jsonl")):
+                last = credit_metrics(path)
+                if last:  # pages and baselines have no credit
+                    found.setdefault(name, {})[path.relative_to(root).parts[0]] = last
     return found
 
 
