@@ -88,10 +88,9 @@ def complete_episode(row, where="episode"):
         raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an agent"
                          " turn, expected at least one")
     reward = None if error else expect(row, "reward", NUMBER, where)
-    if not error and not domain.logged and not 0 <= reward <= 1.000001:
-        raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1")
-    if not error and not is_finite(reward):
-        raise SystemExit(f"{where}: found reward {reward}, expected a finite number")
+    if not error and not (0 <= reward <= 1.000001 or (domain.logged and is_finite(reward))):
+        raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1; only"
+                         " logs may have others, which are finite")
     success = reward == 1 if domain.has_success and not error else None
     if row.get("success") not in (None, success):
         raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
@@ -264,13 +263,13 @@ def check_history(history, where, in_turn=True):
     roles = ("user", "assistant")
     for index, message in enumerate(history):
         role = message.get("role") if isinstance(message, dict) else None
-        if in_turn and role != roles[index % 2]:
-            raise SystemExit(f"{where}: found dialogue_history[{index}] that is no message of role"
-                             f" '{roles[index % 2]}', expected user and assistant in turn, the user"
-                             " first")
-        if not isinstance(role, str) or (index == 0 and role == "assistant"):
+        sound = role == roles[index % 2]
+        if not in_turn:
+            sound = isinstance(role, str) and (index > 0 or role != "assistant")
+        if not sound:
             raise SystemExit(f"{where}: found dialogue_history[{index}] of role {role!r}, expected"
-                             " messages with roles, the user first")
+                             " user and assistant in turn, the user first; only logs may have other"
+                             " roles, and several messages of one")
         check_keys(message, {"content": str}, MESSAGE_OPTIONS,
                    f"{where}, dialogue_history[{index}]")
 

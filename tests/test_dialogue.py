@@ -115,7 +115,7 @@ def test_an_official_trajectory_file_loads_and_numbers_its_samples(tmp_path):
 @pytest.mark.parametrize("change, found", [
     ({"reward": None}, "'reward'"),
     ({"reward": 7}, "reward 7"),
-    ({"dialogue_history": DIALOGUE[1:]}, "no message of role"),
+    ({"dialogue_history": DIALOGUE[1:]}, "dialogue_history.0. of role 'assistant'"),
     ({"dialogue_history": "text"}, "type str"),
     ({"task": 3}, "type int"),
     ({"dialogue_history": []}, "without an agent turn"),
