@@ -1,11 +1,8 @@
 """What the command lines of all scripts share."""
 
 import argparse
-import difflib
 import math
 import operator
-import re
-import sys
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -26,9 +23,7 @@ LIMITS = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Names the flag that a mistyped one is closest to; refuses numbers outside their limits
-    and flags without effect.
-    """
+    """Refuses numbers outside their limits, empty texts and flags without effect."""
 
     def __init__(self, description):
         self.limits, self.needs = {}, {}  # flag -> its limits; -> the flag that it needs
@@ -49,17 +44,6 @@ class FlagParser(argparse.ArgumentParser):
         if needs:
             self.needs[action.dest] = needs
         return action
-
-    def parse_known_args(self, args=None, namespace=None):
-        known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
-        for word in sys.argv[1:] if args is None else args:
-            flag = word.partition("=")[0]
-            if not flag.startswith("--") or any(name.startswith(flag) for name in known):
-                continue
-            closest = difflib.get_close_matches(flag, known, 1)
-            meant = f"; did you mean {closest[0]}?" if closest else ""
-            raise SystemExit(f"found {flag}, expected a flag of {self.prog} (see --help){meant}")
-        return super().parse_known_args(args, namespace)
 
     def parse_args(self, args=None, namespace=None):
         args = super().parse_args(args, namespace)

@@ -332,22 +332,17 @@ def test_what_a_server_or_a_model_would_read_is_refused_where_there_is_none(flag
         collect.parse_args(["--tasks", "toy:backend:train", "--output", "e.jsonl", *flags.split()])
 
 
-@pytest.mark.parametrize("script, flag, meant", [
-    (collect, "--num_taks", "--num_tasks"),
-    (collect, "--samples-per-task=3", "--samples_per_task"),
-    (collect, "--outptu", "--output"),
-    (train_critic, "--normalize", "--normalise"),
-    (train_policy, "--candidate_file", "--candidates"),
-    (evaluate, "--outptu", "--output"),
+@pytest.mark.parametrize("script, flag", [
+    (collect, "--num_taks"), (collect, "--samples-per-task=3"), (collect, "--zzz"),
+    (train_critic, "--normalize"), (train_policy, "--candidate_file"), (evaluate, "--outptu"),
 ])
-def test_a_mistyped_flag_is_told_the_one_it_is_closest_to(script, flag, meant):
-    with pytest.raises(SystemExit, match=f"found {flag.split('=')[0]}, expected .*mean {meant}[?]"):
-        script.parse_args([flag, "3"])
+def test_a_mistyped_flag_is_refused_by_name(script, flag, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args([*SCRIPTS[script].format(tmp_path).split(), flag, "3"])
+    assert f"error: unrecognized arguments: {flag} 3 (see --help)" in capsys.readouterr().err
 
 
-def test_a_flag_like_no_other_gets_no_guess_and_an_abbreviation_is_fine(tmp_path):
-    with pytest.raises(SystemExit, match=r"found --zzz, expected a flag of .*--help[)]$"):
-        collect.parse_args(["--zzz"])
+def test_an_abbreviation_is_fine(tmp_path):
     args = collect.parse_args([*SCRIPTS[collect].format(tmp_path).split(), "--num_t", "7"])
     assert args.num_tasks == 7
 
