@@ -1,6 +1,5 @@
 """What --agent, --human and --model may name, checked before anything is loaded or asked."""
 
-import difflib
 import re
 import urllib.parse
 from pathlib import Path
@@ -56,7 +55,7 @@ def check_checkpoint(path):
         means_directory = True
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
-                         f" Face name{close_directory(path)}")
+                         " Face name")
 
 
 def why_not_opened(path, error):
@@ -64,14 +63,4 @@ def why_not_opened(path, error):
     if Path(path).is_dir():
         return str(error)
     return ("there is no such directory here, and the Hugging Face Hub has no such model, or cannot"
-            f" be reached: {error}{close_directory(path)}")
-
-
-def close_directory(path):
-    """A question about the directory that a mistyped path may mean; "" if none is close."""
-    folder = Path(path)
-    if not folder.parent.is_dir():
-        return ""
-    names = [sibling.name for sibling in folder.parent.iterdir() if sibling.is_dir()]
-    closest = difflib.get_close_matches(folder.name, names, 1)
-    return f"; did you mean {folder.with_name(closest[0])}?" if closest else ""
+            f" be reached: {error}")

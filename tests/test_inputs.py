@@ -512,20 +512,15 @@ def test_a_damaged_checkpoint_is_a_sentence_that_names_it(tiny, tmp_path, damage
     assert not (folder / "owned").exists()
 
 
-@pytest.mark.parametrize("spec, meant", [
-    ("runs/bsae", "; did you mean runs/base?"),
-    ("runs/else", ""),
-    ("./bsae", "; did you mean base?"),
-    ("/none/base", ""),
-])
+@pytest.mark.parametrize("spec", ["runs/bsae", "./bsae", "/none/base"])
 def test_a_mistyped_directory_is_refused_before_the_output_is_claimed(
-        tmp_path, monkeypatch, spec, meant):
+        tmp_path, monkeypatch, spec):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/base", "base"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "run.json").touch()
     flags = ["--tasks", "toy:backend:train", "--agent", spec, "--output", "out/e.jsonl"]
-    message = f"{re.escape(spec)}: no such directory; .*Hugging Face name{re.escape(meant)}$"
+    message = f"{re.escape(spec)}: no such directory; .*Hugging Face name$"
     with pytest.raises(SystemExit, match=message):
         collect.main(collect.parse_args(flags))
     assert not (tmp_path / "out").exists()
@@ -540,7 +535,7 @@ def test_a_name_that_is_neither_a_directory_nor_on_the_hub_says_both(tmp_path, m
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", no_hub)
     with pytest.raises(SystemExit, match="no such directory here, and the .* Hub has no such model"
-                                         ".*bsae is not on the Hub; did you mean Qwen/base[?]"):
+                                         ".*bsae is not on the Hub"):
         load_tokenizer("Qwen/bsae")
 
 
