@@ -10,11 +10,7 @@ from pathlib import Path
 def read_jsonl(path):
     """Yield (where, object) for each line; a line that is no JSON object stops with a sentence."""
     if Path(path).is_dir():
-        names = sorted(file.name for file in Path(path).glob("*.jsonl")
-                       if not file.name.startswith(("candidates", "metrics")))
-        some = ", ".join(str(Path(path, name)) for name in names[:5])
-        advice = f"give one of: {some}" if some else "it holds none"
-        raise SystemExit(f"{path}: found a directory, expected a JSONL file; {advice}")
+        raise SystemExit(f"{path}: found a directory, expected a JSONL file; give one in it")
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
     with open(path, "rb") as file:

@@ -92,16 +92,8 @@ def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path
             shown(capsys, path, given)
 
 
-@pytest.mark.parametrize("names, advice", [
-    (["b.jsonl", "a.jsonl", "candidates.jsonl", "metrics.jsonl"], "one of: {0}/a.jsonl, {0}/b"),
-    ([f"{index}.jsonl" for index in range(9)], "{0}/4.jsonl$"),
-    (["run.json"], "it holds none$"),
-])
-def test_a_directory_in_place_of_episodes_is_a_sentence_with_the_files_in_it(
-        tmp_path, names, advice):
-    for name in names:
-        (tmp_path / name).touch()
-    message = f"{tmp_path}: found a directory, expected a JSONL file; .*{advice.format(tmp_path)}"
+def test_a_directory_in_place_of_episodes_is_a_sentence(tmp_path):
+    message = f"{tmp_path}: found a directory, expected a JSONL file; give one"
     with pytest.raises(SystemExit, match=message):
         colbench.main(["show", str(tmp_path)])
 
