@@ -89,9 +89,6 @@ class FlagParser(argparse.ArgumentParser):
                           " of none (default: 1 on GPUs, 0 on CPUs)")
         group.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True,
                            help="free a layer's gathered weights between forward and backward")
-        group.add_argument("--reduce_once", action="store_true",
-                           help="reduce gradients over ranks once a step, not once a micro-batch;"
-                           " until then, each GPU holds those of all weights, 4 bytes a parameter")
         self.add_argument("--save_minutes", type=float, least=0, default=20, group=group,
                           help="minutes between saved training states")
         self.add_argument("--max_steps", type=int, least=1, group=group,
@@ -111,5 +108,4 @@ def refuse_flag(args, name, reason):
 
 
 # what may differ in a command that resumes a run: the result is the same but for rounding
-COST_FLAGS = ("packed", "micro_batch_size", "checkpointing_every", "reshard", "reduce_once",
-              "save_minutes")
+COST_FLAGS = ("packed", "micro_batch_size", "checkpointing_every", "reshard", "save_minutes")

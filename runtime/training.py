@@ -47,7 +47,6 @@ class Run:
         claim_output(self.output / "run.json", vars(args), [*inputs, *records(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
-        self.reduce_once, self.model = args.reduce_once and self.world > 1, None
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
         self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step
         self.planned = self.last = 0  # steps of the whole training, and of this run
@@ -76,8 +75,6 @@ class Run:
         """
         at_once = size * self.world
         for start in range(0, len(batch), at_once):
-            if self.reduce_once and self.model is not None:  # several ranks, so FSDP has it
-                self.model.set_requires_gradient_sync(start + at_once >= len(batch))
             part = batch[start:start + at_once]
             first, last = (len(part) * rank // self.world for rank in (self.rank, self.rank + 1))
             if first < last:
@@ -128,7 +125,6 @@ class Run:
 
     def resume(self, model, optimizer):
         """The step to begin with: 0, or where the last saved state of this command ends."""
-        self.model = model
         start = load_state(self.output / RESUME, model, optimizer, self.process)
         if self.process.leads and self.log_file.exists():  # what follows is written again
             lines = [line for line in self.log_file.read_text().splitlines() if line.endswith("}")]

@@ -126,7 +126,6 @@ RECIPES = {
     "critic_8b_every_2": Recipe("Llama 8B", flags={"checkpointing_every": 2}, **longest(8192)),
     "critic_8b_every_0": Recipe("Llama 8B", flags={"checkpointing_every": 0}, **longest(8192)),
     "critic_8b_no_reshard": Recipe("Llama 8B", flags={"reshard": False}),
-    "rft_8b_reduce_once": Recipe("Llama 8B", **RFT, micro_batches=4, flags={"reduce_once": True}),
     # fewer cards
     "critic_8b_four": Recipe("Llama 8B", world=4, micro_batches=2),
     "critic_8b_four_longest": Recipe("Llama 8B", world=4, micro_batches=2, **longest(8192)),
@@ -174,7 +173,6 @@ class LoneRun(Run):
         self.process = LoneProcess(self.rank, self.world, self.device,
                                    torch.distributed.group.WORLD)
         self.totals = {}
-        self.reduce_once, self.model = recipe.flags.get("reduce_once", False), None
 
     def gather(self, mine):
         return mine
@@ -294,7 +292,7 @@ def train(recipe, ledger, figures, watches):
         "model": "", "seed": 0, "dtype": None, "lora_rank": 0, "lora_alpha": None,
         "checkpointing_every": None, "reshard": True} | recipe.flags)
     head = [sight.vision_value_class("")] if recipe.stage == "value" else []
-    model = run.model = models.open_to_train(args, run, *head)
+    model = models.open_to_train(args, run, *head)
     figures["loading"], figures["host"] = ledger.peak["card"], ledger.peak["host"]
     figures["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     for tensor in (*model.parameters(), *model.buffers()):
@@ -476,8 +474,6 @@ SMALL = {
     "lora": Recipe("small", world=1, tokens=(400, 600), flags={"lora_rank": 8}),
     "eight_ranks": Recipe("small", tokens=(400, 600)),
     "pages": Recipe("small, sees", world=1, stage="value", tokens=(400, 600), picture=(24, 20)),
-    "reduce_once": Recipe("small", tokens=(400, 600), micro_batches=2,
-                          flags={"reduce_once": True}),
 }
 
 

@@ -116,7 +116,7 @@ class Ledger(TorchDispatchMode):
             return "logits"
         phase = storage.born[1]
         if phase == "backward" and storage.died != storage.born:
-            return "gradients"  # whole ones, until --reduce_once reduces them
+            return "gradients"  # whole ones, until FSDP reduces them
         if phase == "forward" and storage.died != storage.born:
             return "activations kept"
         return "activations recomputed" if phase == "recomputation" else "temporaries"

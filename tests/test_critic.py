@@ -358,7 +358,6 @@ def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
 @pytest.mark.parametrize("processes, more", [
     (1, ("--checkpointing_every", 2)), (1, ("--micro_batch_size", 3)),
     (1, ("--packed", "--micro_batch_size", 3)), (2, ()), (3, ("--micro_batch_size", 2)),
-    (2, ("--reduce_once",)),
     (2, ("--packed", "--micro_batch_size", 3, "--no-reshard", "--checkpointing_every", 1)),
 ])
 def test_ranks_packing_recomputation_and_micro_batches_do_not_change_the_weights(

@@ -15,7 +15,7 @@ def rows_of(text):
     return {row[0].strip("`"): row[1:] for row in rows[1:]}
 
 
-COUNTED = ["critic_8b", "rft_8b_reduce_once", "lora_7b_longest"]
+COUNTED = ["critic_8b", "rft_8b", "lora_7b_longest"]
 VALIDATED = ["lora", "eight_ranks", "pages"]
 
 

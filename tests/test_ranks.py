@@ -35,7 +35,7 @@ def training(path, model, output, *more):
 def test_ranks_share_a_batch_in_as_many_parts_and_each_entry_counts_once(world, size, count):
     batch, parts, counted = list(range(count)), set(), []
     for rank in range(world):
-        run = types.SimpleNamespace(rank=rank, world=world, reduce_once=False)
+        run = types.SimpleNamespace(rank=rank, world=world)
         mine = list(Run.share(run, batch, size))
         parts.add(len(mine))
         assert all(part and len(part) <= size for part, _ in mine)
