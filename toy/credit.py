@@ -16,6 +16,7 @@ line to --metrics, the log of a critic's training.
 import argparse
 import random
 import typing
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -96,13 +97,8 @@ def random_advantages(state, seed):
 # -----------------------------------------------------------------------------
 # How well a ranker's advantages agree with it
 
-KINDS = (
-    "all",
-    "question_question",
-    "answer_answer",
-    "answer_question_known",
-    "answer_question_unknown",
-)
+KINDS = ("all", "question_question", "answer_answer", "answer_question_known",
+         "answer_question_unknown")
 
 
 def credit_pairs(credits, known):
@@ -115,11 +111,10 @@ def credit_pairs(credits, known):
         for worse, second in enumerate(credits):
             if first.value <= second.value:
                 continue
-            first_answers = first.kind.endswith("answer")
-            second_answers = second.kind.endswith("answer")
-            if first_answers and second_answers:
+            answers = [credit.kind.endswith("answer") for credit in (first, second)]
+            if all(answers):
                 kind = "answer_answer"
-            elif not first_answers and not second_answers:
+            elif not any(answers):
                 kind = "question_question"
             elif known:
                 kind = "answer_question_known"
@@ -162,20 +157,19 @@ def halves_shares(states, credits, pairs_per_state=4, seed=0):
     """
     from train_policy import make_pairs  # late: toy/ stands below the scripts
 
-    counts = {"halves/right": 0, "halves/equal": 0, "halves/wrong": 0}
+    counts = Counter()
     for state, credit in zip(states, credits, strict=True):
         draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
         pairs = make_pairs(state["candidates"], state["advantages"], "halves", pairs_per_state,
                            draw)
         for chosen, rejected in pairs:
-            if credit[chosen].value > credit[rejected].value:
-                counts["halves/right"] += 1
-            elif credit[chosen].value == credit[rejected].value:
-                counts["halves/equal"] += 1
+            if credit[chosen].value == credit[rejected].value:
+                counts["equal"] += 1
             else:
-                counts["halves/wrong"] += 1
-    total = sum(counts.values())
-    return {name: count / total for name, count in counts.items()} if total else {}
+                counts["right" if credit[chosen].value > credit[rejected].value else "wrong"] += 1
+    if not counts:
+        return {}
+    return {f"halves/{kind}": counts[kind] / counts.total() for kind in ("right", "equal", "wrong")}
 
 
 # -----------------------------------------------------------------------------
