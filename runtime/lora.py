@@ -24,6 +24,7 @@ from torch import nn
 # in a checkpoint directory, beside the merged weights; not *.safetensors, all of which vLLM would
 # load as weights of the model
 MATRICES = "lora.matrices"
+# that get matrices, by the last parts of their names
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -47,22 +48,19 @@ class LoraLinear(nn.Module):
         return y
 
 
-def add_matrices(model, rank, alpha, targets=LINEAR_LAYERS):
-    """Freeze the model and put matrices beside linear layers of its decoder, in place.
-
-    `targets`: the last parts of these layers' names.
-    """
+def add_matrices(model, rank, alpha):
+    """Freeze the model and put matrices beside the LINEAR_LAYERS of its decoder, in place."""
     model.requires_grad_(False)
     decoder = model.get_decoder()
     layers = {name: module for name, module in decoder.named_modules()
               if isinstance(module, nn.Linear | LoraLinear) and not name.endswith(".base")}
     kinds = {name.split(".")[-1] for name in layers}
-    missing = set(targets) - kinds
+    missing = set(LINEAR_LAYERS) - kinds
     if missing:
         raise SystemExit(f"found no {' '.join(sorted(missing))}, expected linear layers"
                          f" of the decoder: {', '.join(sorted(kinds))}")
     for name, base in layers.items():
-        if name.split(".")[-1] in targets:
+        if name.split(".")[-1] in LINEAR_LAYERS:
             decoder.set_submodule(name, LoraLinear(base, rank, alpha))
     return model
 

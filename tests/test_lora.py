@@ -27,9 +27,9 @@ SETTINGS = {"rank": 4, "alpha": 8}
 IDS = torch.arange(20)[None]
 
 
-def with_matrices(model, seed=0, **settings):
+def with_matrices(model, seed=0):
     """A model whose matrices have learnt something."""
-    add_matrices(model, **SETTINGS | settings)
+    add_matrices(model, **SETTINGS)
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model).values():
         layer.up.data.normal_(std=0.05, generator=generator)
@@ -52,11 +52,13 @@ def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it
     assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
 
 
-def test_merged_weights_give_the_logits_of_the_matrices_and_differ_in_the_targets_alone():
+def test_merged_weights_give_the_logits_of_the_matrices_and_differ_in_their_layers_alone(
+        monkeypatch):
     tokenizer = byte_tokenizer()
     plain = tiny_model(tokenizer)
     targets = ("q_proj", "down_proj")
-    learnt = with_matrices(tiny_model(tokenizer), targets=targets)
+    monkeypatch.setattr("runtime.lora.LINEAR_LAYERS", targets)
+    learnt = with_matrices(tiny_model(tokenizer))
     merged, matrices = merge(dict(learnt.named_parameters()), learnt)
     assert merged.keys() == dict(plain.named_parameters()).keys()
     changed = {name for name, weight in plain.named_parameters()
@@ -85,9 +87,10 @@ def test_matrices_of_full_rank_make_the_plain_gradient_step_of_the_whole_matrix(
     torch.testing.assert_close(layer.base.weight + layer.up @ layer.down, full.weight)
 
 
-def test_unknown_targets_and_flags_without_a_rank_are_refused():
+def test_a_model_without_these_layers_and_flags_without_a_rank_are_refused(monkeypatch):
+    monkeypatch.setattr("runtime.lora.LINEAR_LAYERS", ("q_proj", "w_proj"))
     with pytest.raises(SystemExit, match="w_proj, expected.*down_proj.*q_proj"):
-        with_matrices(tiny_model(byte_tokenizer()), targets=("q_proj", "w_proj"))
+        with_matrices(tiny_model(byte_tokenizer()))
     for parse in (train_critic.parse_args, train_policy.parse_args):
         command = ["--episodes", "e", "--model", "m", "--output", "o"]
         parse([*command, "--lora_rank", "2", "--lora_alpha", "3"])
