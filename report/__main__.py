@@ -7,8 +7,8 @@
     python -m report pairs ranked.jsonl --output pairs.jsonl
                                                   # prompt / chosen / rejected, for TRL and others
 
-The page is one file that needs no network. Its numbers are those of evaluate.py. It shows what
-lies beside the files it is given, too: run.json of a run, the ranked candidates that it read.
+The page is one file that needs no network. Its numbers are those of evaluate.py. It reads the
+run.json beside the files it is given, too.
 
 To change what is drawn, edit report/charts.py; what is told of a run, report/training.py; how
 it looks, report/page.html; what the page holds, report/page.py.

@@ -18,7 +18,6 @@ from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
 from report.charts import (
     LAST_QUESTION, critic_charts, ending, finite, result_charts, training_charts)
-from report.pairs import example_pairs
 from report.training import record_of, short_name, training_method
 from runtime.processes import join_processes
 from runtime.text import counted
@@ -58,7 +57,6 @@ def overview(results, policies, files, training):
         "subtitle": subtitle(results) if results else "training only, no episodes",
         "policies": facts, "runs": runs,
         "charts": charts + [curve for run in training for curve in training_charts(run)],
-        "pairs": [example for run in training for example in example_pairs(run)],
     }
 
 

@@ -1,4 +1,4 @@
-"""The pairs of candidates that train_policy.py learns from: as a file, and examples to look at."""
+"""The pairs of candidates that train_policy.py learns from, as a file."""
 
 import random
 
@@ -45,32 +45,3 @@ def write_pairs(args):
         below = sum(row["advantages"][0] < 0 for row in rows)
         print(f"{below} chosen candidates have an advantage below 0: the better half of a state may"
               " be bad, too; --pairing positive_vs_negative has none of these")
-
-
-def example_pairs(run):
-    """Three of the pairs that a policy learnt from, by the difference of their advantages."""
-    if not run.ranked or not run.ranked.is_file():
-        return []
-    settings = [run.flags[name] for name in ("pairing", "pairs_per_state", "seed")]
-    found = []
-    for state in read_candidates(run.ranked, ranked=True)[0]:
-        for chosen, rejected in pairs_of_state(state, *settings):
-            difference = state["advantages"][chosen] - state["advantages"][rejected]
-            found.append((difference, chosen, rejected, state))
-    if not found:
-        return []
-    found.sort(key=lambda pair: pair[0], reverse=True)
-    examples = []
-    for which, share in (("A wide", 0.1), ("The median", 0.5), ("A narrow", 0.9)):
-        difference, chosen, rejected, state = found[int(share * (len(found) - 1))]
-        task_id, _, turn = state_key(state)
-        examples.append({
-            "run": run.name, "title": f"{which} difference, {difference:.3f}",
-            "where": f"{task_id}, turn {turn + 1}, one of {counted(len(found), 'pair')}",
-            "before": state["messages"],
-            "chosen": candidate(state, chosen), "rejected": candidate(state, rejected)})
-    return examples
-
-
-def candidate(state, index):
-    return {"text": state["candidates"][index], "advantage": state["advantages"][index]}

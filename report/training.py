@@ -24,14 +24,6 @@ class Training(typing.NamedTuple):
         """The last value of each metric."""
         return {key: value for row in self.rows for key, value in row.items()}
 
-    @property
-    def ranked(self):
-        """The file of ranked candidates that it learns from, if it does."""
-        candidates = self.flags.get("candidates")
-        if self.script != "train_policy.py" or not candidates:
-            return None
-        return Path(candidates)
-
 
 def read_training(name, path):
     """The run whose metrics these are. One that still writes may end in half a line."""

@@ -16,7 +16,7 @@ from judge.browser import CHROMIUM_FLAGS, DevTools, find_chromium
 from report import __main__ as command
 from report import charts, page
 from report.pairs import pairs_of_state
-from report.training import Training, read_training
+from report.training import read_training
 from toy.world import toy_tasks
 
 HOSTILE = (
@@ -160,24 +160,23 @@ def write_run(folder, rows, script, **flags):
     return path
 
 
-def ranked_state(state, text="Which unit?", **more):
+def ranked_state(state, **more):
     """A line of ranked candidates: four of one state."""
     messages = [{"role": "system", "content": "Ask."}, {"role": "user", "content": "A label."}]
     task = {"task_id": f"task{state}", "problem_description": "A label.",
             "ground_truth": "def f(x): return x", "test_cases": {"test1": "f(1)"}}
     return {"task": task, "sample": 0, "turn": 0, "messages": messages, "agent_prompt": "Ask.",
-            "candidates": [f"{text} {i}" for i in range(4)], "finished": [True] * 4, "error": None,
-            "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)],
-            "ranker": "critic"} | more
+            "candidates": [f"Which unit? {i}" for i in range(4)], "finished": [True] * 4,
+            "error": None, "ranker": "critic",
+            "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)]} | more
 
 
-def write_sweet(folder, text="Which unit?"):
-    """A run of SWEET-RL that learns from ranked candidates: 30 states of four candidates each."""
-    ranked = write_lines(folder / "ranked.jsonl", [ranked_state(i, text) for i in range(30)])
+def write_sweet(folder):
+    """A run of SWEET-RL."""
     steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
               "train/nll": 0.5, "optim/lr": 1e-6, "time/step": 1} for i in range(40)]
-    return write_run(folder, steps, "train_policy.py", candidates=str(ranked), episodes=None,
-                     model="toy/base", seed=0, pairing="halves", pairs_per_state=2)
+    return write_run(folder, steps, "train_policy.py", candidates="ranked.jsonl",
+                     episodes=None, model="toy/base")
 
 
 def write_critic(folder):
@@ -358,19 +357,6 @@ def test_critic_is_measured_on_held_out_pairs_by_kind_and_against_true_credit(br
     helpful = browser.each("#critic figure:last-of-type tbody tr",
                            "Number.parseFloat(e.cells[2].textContent)")
     assert helpful[0] == 0 < helpful[-1]  # repeated questions against right answers
-
-
-def test_three_pairs_show_what_the_policy_learns_from(browser, report):
-    browser.open(report.as_uri())
-    titles = browser.each("#pairs h3", "e.innerText")
-    assert [title.split(",")[0] for title in titles] == [
-        "A wide difference", "The median difference", "A narrow difference"]
-    advantages = browser.each("#pairs .assistant small", "Number(e.innerText.split(' ')[1])")
-    gaps = [a - b for a, b in zip(advantages[::2], advantages[1::2], strict=True)]
-    assert gaps == sorted(gaps, reverse=True) and gaps[-1] > 0
-    assert [float(title.split(", ")[1]) for title in titles] == pytest.approx(gaps, abs=0.002)
-    shades = browser.each("#pairs .assistant", "getComputedStyle(e).backgroundColor")
-    assert len(set(shades)) == 2 and "Which unit?" in browser.text("#pairs .chosen")
 
 
 # -----------------------------------------------------------------------------
@@ -665,7 +651,7 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     rows[1] |= {"error": HOSTILE, "reward": None, "success": None}
     rows[1]["task"]["task_id"] = "__proto__"
     name = "<script>window.hacked(6)<b>"
-    flags = ["--metrics", f"{name}={write_sweet(tmp_path / name, text=HOSTILE)}"]
+    flags = ["--metrics", f"{name}={write_sweet(tmp_path / name)}"]
     report = write_report(tmp_path / "<b onclick=alert(1)>", *flags, **{name: rows})
     browser.open(report.as_uri())
     rows = "document.querySelectorAll('.row')"
@@ -675,7 +661,7 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     assert browser.run("window.hacked") is None and browser.count("script") == 3
     assert browser.count("a, iframe, [onerror], [onclick]") == 0 and browser.count("img") == 1
     shown = browser.run("document.getElementById('episode').textContent")
-    assert shown.count(HOSTILE) >= 6 and HOSTILE in browser.text("#pairs .chosen")
+    assert shown.count(HOSTILE) >= 6
     for part in ("#tables tbody", "#results", "#training", "#policies", "#sentences", "#run"):
         assert name in browser.run(f"document.querySelector('{part}').textContent")
     requests = [event for event in browser.complaints() if event["method"] != "Log.entryAdded"]
@@ -712,8 +698,8 @@ WORDS = """e => {
 
 def test_no_word_breaks_on_a_phone(browser, report):
     browser.open(report.as_uri(), width=390)
-    parts = ("#sentences", "#policies", "#tables", "#results", "#training", "#pairs", "#filters",
-             "#list", "#episode")
+    parts = ("#sentences", "#policies", "#tables", "#results", "#training", "#filters", "#list",
+             "#episode")
     for part in parts:
         assert (part, browser.run(f"({WORDS})(document.querySelector('{part}'))")) == (part, [])
     tops = browser.each("#tables > .scroll tr:first-child td", "e.getBoundingClientRect().top")
@@ -793,7 +779,7 @@ def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, ca
     assert [path.name for path in report.parent.iterdir()] == ["report.html"]
     browser.open(report.as_uri())
     assert browser.text("#sentences") == told
-    assert browser.each("section[id]:not([hidden])", "e.id") == ["examples", "training"]
+    assert browser.each("section[id]:not([hidden])", "e.id") == ["training"]
     assert browser.count("#training figure") == 4 and browser.complaints() == []
 
 
@@ -824,14 +810,6 @@ def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
     path = write_lines(tmp_path / "episodes.jsonl", [episode(0, 0)])
     with pytest.raises(SystemExit, match=f"{path}: found a line without a step, expected"):
         read_training("run", path)
-
-
-def test_a_run_whose_candidates_are_gone_has_no_examples_but_all_else(tmp_path):
-    run = read_training("sweet", write_sweet(tmp_path / "sweet"))
-    assert len(page.example_pairs(run)) == 3
-    (tmp_path / "sweet/ranked.jsonl").unlink()
-    assert page.example_pairs(run) == [] and len(charts.training_charts(run)) == 4
-    assert page.example_pairs(Training("ranker", "train_critic.py", {"candidates": "c"}, [])) == []
 
 
 @pytest.mark.parametrize("words, found", [
