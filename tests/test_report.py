@@ -556,22 +556,12 @@ def test_tasks_are_listed_by_what_differs_with_their_policies_below(browser, rep
     assert rows == ["ours · solved · 2 turns", "theirs · wrong answer · reward 0.50 · 2 turns"]
 
 
-def test_tasks_that_one_solves_and_another_fails_show_both_side_by_side(browser, report):
-    browser.open(report.as_uri())
-    options = browser.each("#contrast option", "e.innerText")
-    assert options == ["all tasks", "ours solved, theirs failed (2)"]
-    browser.set("contrast", '["ours","theirs"]')
-    # theirs was stopped by an error on task 4, so nobody knows whether it would have failed
-    assert browser.each(".task .request", "e.innerText") == ["… 0", "… 2"]
-    titles = browser.each(".columns > section > h3:first-child", "e.innerText")
-    policies = [title.split()[0] for title in titles]
-    assert policies == ["ours", "theirs"]
-    left, right = browser.each(".columns > section", "e.getBoundingClientRect().toJSON()")
-    assert left["top"] == right["top"] and left["right"] <= right["left"]
-    browser.set("contrast", "")
-    assert browser.count(".columns.beside") == 0
-    browser.set("beside", "theirs")
-    assert browser.count(".columns.beside > section") == 2
+def test_the_dialogue_shown_first_is_the_one_in_which_the_critic_tells_turns_apart_most(
+        browser, tmp_path):
+    scores = ([0.2, -0.1], [0.1, None], [0.4, -0.3], [0.5, 0.4])
+    rows = [episode(task, 0, advantages=pair) for task, pair in enumerate(scores)]
+    browser.open(write_report(tmp_path, ours=rows).as_uri())
+    assert "sample 0 of task2" in browser.text("#episode")
 
 
 def test_no_match_leaves_nothing_stale(browser, report):
