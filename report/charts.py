@@ -1,6 +1,6 @@
 """The charts of the page, as the titles, units and numbers that page.html draws.
 
-A chart is a section of the page, a kind (bars, stack, lines), a title, and what the kind needs.
+A chart is a section of the page, a kind (bars, stack, curve), a title, and what the kind needs.
 """
 
 import math
@@ -14,10 +14,9 @@ from judge.sandbox import SOLUTION_FAILED
 from formats.verdict import heading
 
 # What a turn can be, as toy_credit names it; the last is ours
-HELPFUL_TURNS = ("useful question", "right answer")
 LAST_QUESTION = "question on the last turn"
-TURNS = (*HELPFUL_TURNS, "wasted question", "repeated question", "early answer", "wrong answer",
-         LAST_QUESTION)
+TURNS = ("useful question", "right answer", "wasted question", "repeated question", "early answer",
+         "wrong answer", LAST_QUESTION)
 ENDINGS = ("solved", "answered", "wrong answer", "early answer", "no answer", "out of turns", "cut",
            SOLUTION_FAILED, "ended", "error")
 
@@ -36,14 +35,12 @@ def rounded(values):
 
 def result_charts(results, episodes):
     """The charts of policies; episodes: policy -> its episodes of all seeds."""
-    sound = {name: [episode for episode in found if not episode["error"]]
-             for name, found in episodes.items()}
-    charts = metric_chart(results) + turn_kinds_chart(sound)
+    charts = metric_chart(results) + turn_kinds_chart(episodes)
     if not DOMAINS[results["domain"]].logged:  # a log does not say how dialogues end
         endings = {name: [ending(episode) for episode in found]
                    for name, found in episodes.items()}
         charts.append(stack("How episodes end, %", "episodes", ENDINGS, endings))
-    return charts + turn_limit_chart(sound, results["metric"])
+    return charts
 
 
 def metric_chart(results):
@@ -98,28 +95,12 @@ def ending(episode):
 
 def turn_kinds_chart(episodes):
     """What the turns are, in the embedded world, where that is known."""
-    kinds = {name: [kind for episode in found for kind in episode.get("credits") or []]
+    kinds = {name: [kind for episode in found if not episode["error"]
+                    for kind in episode.get("credits") or []]
              for name, found in episodes.items()}
     if not any(kinds.values()):
         return []
     return [stack("What the turns are, %", "turns", TURNS, kinds)]
-
-
-def turn_limit_chart(episodes, metric):
-    """How many episodes are solved (without success: have ended) after each number of turns."""
-    last = max((episode["turns"] for found in episodes.values() for episode in found), default=0)
-    if last < 2:
-        return []
-    lines = []
-    for name, found in episodes.items():
-        ends = [episode["turns"] for episode in found if episode["success"] in (True, None)]
-        if found:
-            points = [rounded([turn, 100 * sum(end <= turn for end in ends) / len(found)])
-                      for turn in range(1, last + 1)]
-            lines.append({"name": name, "points": points})
-    title = "Solved within so many turns" if metric == "success" else "Ended within so many turns"
-    return [chart("results", "lines", title, lines=lines, x={"title": "turns", "whole": True},
-                  y={"title": "% of episodes", "least": 0, "most": 100})]
 
 
 # -----------------------------------------------------------------------------
@@ -132,11 +113,6 @@ AUC_ROWS = {
     "answer_question_known": "answer or question, all is known",
     "answer_question_unknown": "answer or question, something is unknown",
 }
-
-
-def critic_charts(episodes, training):
-    charts = [found for run in training for found in ranking_chart(run)]
-    return charts + calibration_chart(episodes)
 
 
 def ranking_chart(run):
@@ -153,36 +129,6 @@ def ranking_chart(run):
         return []
     return [chart("critic", "bars", f"{run.name}: the better one ranked higher, %", rows=rows,
                   least=0, most=100, guide=50, run=run.name)]
-
-
-def calibration_chart(episodes):
-    """Share of truly helpful turns in groups of equal advantage, where true credit is known."""
-    scored = []  # (advantage, whether the turn truly helps)
-    for found in episodes.values():
-        for episode in found:
-            advantages, kinds = finite(episode.get("advantages")), episode.get("credits") or []
-            if len(advantages) == len(kinds):
-                scored += [(advantage, kind in HELPFUL_TURNS)
-                           for advantage, kind in zip(advantages, kinds, strict=True)
-                           if advantage is not None]
-    bins = min(10, len(scored) // 20)
-    if bins < 2:
-        return []
-    groups = numpy.array_split(numpy.array(sorted(scored), float), bins)
-    # without intervals, as the turns of a dialogue are not independent
-    points = [rounded([group[:, 0].mean(), 100 * group[:, 1].mean()]) for group in groups]
-    return [chart("critic", "lines", "Advantage against true credit",
-                  lines=[{"name": f"{len(scored):,} turns of all policies", "points": points}],
-                  x={"title": f"critic's advantage, mean of each of {bins} equal groups"},
-                  y={"title": "% that truly help", "least": 0, "most": 100})]
-
-
-def finite(values):
-    """The values with None for each NaN and infinity, which JSON does not have."""
-    if values is None:
-        return []
-    return [None if isinstance(value, float) and not math.isfinite(value) else value
-            for value in values]
 
 
 # -----------------------------------------------------------------------------
@@ -216,9 +162,8 @@ def training_charts(run):
         points, window = smoothed(series[key])
         points = [rounded([step, factor * value]) for step, value in points]
         step_title = f"step, mean of {window} steps" if window > 1 else "step"
-        charts.append(chart("training", "lines", title,
-                            lines=[{"name": run.name, "points": points}], x={"title": step_title},
-                            y={"title": unit}, run=run.name, folded=key not in DRAWN_CURVES))
+        charts.append(chart("training", "curve", title, points=points, x=step_title, y=unit,
+                            run=run.name, folded=key not in DRAWN_CURVES))
     return charts
 
 

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import re
 import zlib
 from pathlib import Path
@@ -16,8 +17,7 @@ from evaluate import LEAK
 from formats.outcome import lacks_answer
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
-from report.charts import (
-    LAST_QUESTION, critic_charts, ending, finite, result_charts, training_charts)
+from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_charts
 from report.training import record_of, short_name, training_method
 from runtime.processes import join_processes
 from runtime.text import counted
@@ -41,9 +41,9 @@ def overview(results, policies, files, training):
     """
     episodes = {name: [episode for run in runs for episode in run]
                 for name, runs in policies.items()}
-    charts = critic_charts(episodes, training)
-    if results:
-        charts = result_charts(results, episodes) + charts
+    charts = result_charts(results, episodes) if results else []
+    for run in training:
+        charts += ranking_chart(run) + training_charts(run)
     starts = {run.flags.get("model") for run in training}
     facts = []
     for name, found in episodes.items():
@@ -56,7 +56,7 @@ def overview(results, policies, files, training):
         "solution": "Known afterwards" if logged else "Solution",
         "subtitle": subtitle(results) if results else "training only, no episodes",
         "policies": facts, "runs": runs,
-        "charts": charts + [curve for run in training for curve in training_charts(run)],
+        "charts": charts,
     }
 
 
@@ -211,6 +211,14 @@ def episode_record(name, seed_index, episode):
         "dialogue": dialogue, "advantages": finite(episode.get("advantages")),
         "credits": finite(episode.get("credits")), "heldOut": bool(episode.get("held_out")),
     }
+
+
+def finite(values):
+    """The values with None for each NaN and infinity, which JSON does not have."""
+    if values is None:
+        return []
+    return [None if isinstance(value, float) and not math.isfinite(value) else value
+            for value in values]
 
 
 def task_records(policies):

@@ -90,7 +90,7 @@ def training_sentences(training):
         parts = [f"step {run.last['step']}" if run.rows else "no step yet"]
         for curve in training_charts(run):
             if not curve["folded"]:
-                _, value = curve["lines"][0]["points"][-1]
-                parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']['title']}")
+                _, value = curve["points"][-1]
+                parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']}")
         sentences.append(f"{run.name}: {', '.join(parts)}.")
     return sentences
