@@ -44,14 +44,14 @@ class Reader:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def open(self, url, width=1280, dark=False, media=""):
+    def open(self, url, width=1280, dark=False):
         call = self.devtools.call
         self.devtools.set_deadline(60)
         self.events.clear()
         call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
              mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        call("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        call("Emulation.setEmulatedMedia", features=[scheme])
         # From a blank page, as a new fragment of the same address would load nothing.
         call("Page.navigate", url="about:blank")
         call("Page.navigate", url=url)
@@ -666,19 +666,6 @@ def test_no_word_breaks_on_a_phone(browser, report):
         assert (part, browser.run(f"({WORDS})(document.querySelector('{part}'))")) == (part, [])
     tops = browser.each("#tables > .scroll tr:first-child td", "e.getBoundingClientRect().top")
     assert tops == sorted(set(tops))  # a number a line
-
-
-def test_print_has_no_controls_and_dark_ink(browser, report):
-    browser.open(report.as_uri(), dark=True, media="print")
-    controls = "nav, button, form, select, input, #list, kbd, figure summary"
-    assert browser.count(controls) > 5
-    drawn = browser.each(controls, "e.getClientRects().length ? e.outerHTML : null")
-    assert [html for html in drawn if html] == []
-    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert browser.text("#sentences p") and browser.text("#episode h2")
-    assert "2 tests – passed" in browser.text("#episode")
-    boxes = browser.each("pre, .text, .scroll", "getComputedStyle(e).overflow")
-    assert set(boxes) == {"visible"}  # a box that scrolls would be cut where a page ends
 
 
 def test_2500_episodes_open_within_seconds_in_5_megabytes(browser, tmp_path):
