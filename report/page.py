@@ -45,17 +45,17 @@ def overview(results, policies, files, training):
     for run in training:
         charts += ranking_chart(run) + training_charts(run)
     starts = {run.flags.get("model") for run in training}
-    facts = []
+    described = []
     for name, found in episodes.items():
-        paths = [path for owner, path in files if owner == name]
-        facts.append({"name": name} | policy_facts(found[0], paths, starts))
+        file = next(path for owner, path in files if owner == name)  # of its first seed
+        described.append({"name": name, "what": policy_clause(found[0], file, starts)})
     runs = [{"name": run.name, "what": training_method(run.script, run.flags)} for run in training]
     logged = results and DOMAINS[results["domain"]].logged
     return {
         "title": "Which turns helped" if logged else "ColBench evaluation",
         "solution": "Known afterwards" if logged else "Solution",
         "subtitle": subtitle(results) if results else "training only, no episodes",
-        "policies": facts, "runs": runs,
+        "policies": described, "runs": runs,
         "charts": charts,
     }
 
@@ -73,14 +73,12 @@ def subtitle(results):
             " Wilson's where all outcomes agree")
 
 
-def policy_facts(first, files, starts):
-    """`what` a policy is, in a clause, and how it was played: `facts`, (label, text) pairs.
-
-    Commands, versions and commits stand in the run.json beside the files.
+def policy_clause(first, file, starts):
+    """What a policy is and how it was played, as far as the run.json of its file says.
 
     first: one of its episodes; starts: the models that the training runs of the page start from.
     """
-    _, flags = record_of(Path(f"{files[0]}.run.json"))
+    _, flags = record_of(Path(f"{file}.run.json"))
     agent = first.get("agent") or flags.get("agent") or ""
     script, trained = record_of(Path(agent, "run.json")) if agent else ("", {})
     what = []
@@ -94,12 +92,7 @@ def policy_facts(first, files, starts):
     if (first.get("best_of_n") or 1) > 1:
         what.append(f"each turn the best of {first['best_of_n']} candidates, chosen by"
                     f" {first.get('scorer') or 'a critic'}")
-    facts = {
-        "Model": agent, "Tasks": flags.get("tasks"), "Human": first.get("human"),
-        "Files": ", ".join(files),
-    }
-    return {"what": "; ".join(what),
-            "facts": [[label, str(text)] for label, text in facts.items() if text]}
+    return "; ".join(what)
 
 
 # -----------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(brows
 # What is told before any table
 
 
-def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
+def test_each_policy_is_described_in_a_clause(browser, tmp_path):
     write_run(tmp_path / "trained", [], "train_policy.py", candidates=None, episodes=["e.jsonl"],
               model="some/base", lr=1e-6)
     rows = [episode(0, 0, agent=str(tmp_path / "trained"), human="scripted")]
@@ -236,18 +236,12 @@ def test_each_policy_is_described_and_what_was_run_folds_out(browser, tmp_path):
     ours, single = browser.each("#policies p", "e.innerText")
     assert ours == "ours – multi-turn DPO on pairs of whole dialogues, from some/base"
     assert single.endswith("from some/base; in one turn")
-    assert browser.run("document.getElementById('run').open") is False
-    browser.run("document.getElementById('run').open = true")
-    facts = browser.text("#run dl")
-    for part in (str(tmp_path / "trained"), "test.jsonl", "scripted"):
-        assert part in facts
 
 
 def test_nothing_is_called_unknown_where_a_file_does_not_say_who_played(browser, tmp_path):
     browser.open(write_report(tmp_path, ours=[episode(0, 0)]).as_uri())
     assert browser.text("#policies p") == "ours"
-    facts = browser.run("document.querySelector('#run dl').textContent")
-    assert "Model" not in facts and "unknown" not in browser.run("document.body.innerText")
+    assert "unknown" not in browser.run("document.body.innerText")
 
 
 def test_turns_and_endings_are_stacked_by_their_share(browser, report):
@@ -624,7 +618,7 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     assert browser.count("a, iframe, [onerror], [onclick]") == 0 and browser.count("img") == 1
     shown = browser.run("document.getElementById('episode').textContent")
     assert shown.count(HOSTILE) >= 6
-    for part in ("#tables tbody", "#results", "#training", "#policies", "#sentences", "#run"):
+    for part in ("#tables tbody", "#results", "#training", "#policies", "#sentences"):
         assert name in browser.run(f"document.querySelector('{part}').textContent")
     requests = [event for event in browser.complaints() if event["method"] != "Log.entryAdded"]
     assert requests == []
