@@ -514,10 +514,12 @@ def test_filters_by_outcome_policy_and_text_narrow_the_list(browser, report):
     assert "reward 0.50" in browser.text(".row")
 
 
-def test_tasks_are_listed_by_what_differs_with_their_policies_below(browser, report):
+def test_tasks_are_listed_by_their_requests_with_their_policies_below(browser, report):
     browser.open(report.as_uri())
     titles = browser.each(".task .request", "e.innerText")
-    assert titles == [f"… {task}" for task in range(6)]  # they all begin "Write function number"
+    assert titles == [f"Write function number {task}" for task in range(6)]
+    long, none = browser.run("['word '.repeat(30), ' '].map(request => titleOf({request, id: 7}))")
+    assert len(long) == 90 and long.startswith("word word") and long.endswith("…") and none == 7
     rows = browser.each(".task:first-child .row span", "e.innerText")
     assert rows == ["ours · solved · 2 turns", "theirs · wrong answer · reward 0.50 · 2 turns"]
 
