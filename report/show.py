@@ -1,7 +1,6 @@
 """Dialogues to read on a terminal: `colbench.py show`."""
 
 import difflib
-import os
 import shutil
 import signal
 import sys
@@ -10,22 +9,17 @@ import textwrap
 from formats.read import group_by_task, read_episodes
 from runtime.text import counted, harmless
 
-BOLD, FAINT, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
-
 
 def show_command(args):
     """Print the dialogues of a file task by task, or of one task; its solution comes first."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with the pager
     sys.stdout.reconfigure(errors="backslashreplace")
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     groups = group_by_task(read_episodes(args.episodes))
     for task_id in chosen_tasks(groups, args):
-        print_part("task", task_id, BOLD, coloured)
-        print_part("solution", groups[task_id][0]["task"]["ground_truth"], FAINT, coloured)
+        print_part("task", task_id)
+        print_part("solution", groups[task_id][0]["task"]["ground_truth"])
         for episode in groups[task_id]:
-            print()
-            for label, text, style in episode_parts(episode):
-                print_part(label, text, style, coloured)
+            print_episode(episode)
         print()
 
 
@@ -43,23 +37,22 @@ def chosen_tasks(groups, args):
                      f" {len(ids)}, or a task_id such as {', '.join(map(harmless, close))}")
 
 
-def episode_parts(episode):
-    """(label, text, style): the outcome, each message with what is known of it, the tests."""
-    parts = [("episode", outcome_of(episode), BOLD)]
+def print_episode(episode):
+    """The outcome, each message with what is known of it, the tests."""
+    print()
+    print_part("episode", outcome_of(episode))
     turn = 0
     for message in episode["dialogue_history"]:
         text = message.get("output") or message["content"]
         if message["role"] == "assistant":
             turn += 1
-            parts.append((f"agent {turn}", text, ""))
+            print_part(f"agent {turn}", text)
             if message.get("finished") is False:
-                parts.append(("", "[cut at the token limit]", FAINT))
+                print_part("", "[cut at the token limit]")
         else:
-            speaker = "human" if message["role"] == "user" else message["role"]
-            parts.append((speaker, text, FAINT))
+            print_part("human" if message["role"] == "user" else message["role"], text)
     if episode["reasons"]:
-        parts.append(("tests", counted_reasons(episode["reasons"]), BOLD))
-    return parts
+        print_part("tests", counted_reasons(episode["reasons"]))
 
 
 def outcome_of(episode):
@@ -89,11 +82,10 @@ def counted_reasons(reasons):
     return "; ".join(parts)
 
 
-def print_part(label, text, style, coloured):
+def print_part(label, text):
     """Print a text beside its label; no line of the text begins where labels do."""
-    start, end = (style, PLAIN) if coloured and style else ("", "")
     columns = max(40, min(100, shutil.get_terminal_size().columns))
     for line in harmless(text).split("\n"):
         for part in textwrap.wrap(line, columns - 10, break_on_hyphens=False) or [""]:
-            print(f"{start}{harmless(label):10s}{part}".rstrip() + end)
+            print(f"{harmless(label):10s}{part}".rstrip())
             label = ""

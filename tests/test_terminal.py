@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 import types
@@ -125,34 +124,6 @@ def test_no_line_of_a_long_message_begins_where_speakers_stand(tmp_path, capsys)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and text.count("x" * 40) > 3
     assert sum(line.startswith("human") for line in lines) == 1
-
-
-def on_a_terminal(command, **environment):
-    """What a command writes to a terminal."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env=os.environ | environment)
-    os.close(theirs)
-    written = b""
-    while True:
-        try:
-            data = os.read(ours, 1 << 16)
-        except OSError:  # Linux: the other end is closed
-            break
-        if not data:
-            break
-        written += data
-    os.close(ours)
-    assert process.wait() == 0
-    return written.decode()
-
-
-def test_show_is_coloured_on_a_terminal_only_and_not_with_no_color(tmp_path):
-    path = write(tmp_path / "e.jsonl", [marked_episode()])
-    command = [sys.executable, "colbench.py", "show", str(path)]
-    coloured = on_a_terminal(command, NO_COLOR="")
-    assert "\x1b[1mtask" in coloured and "\x1b[2m          [cut at the token limit]" in coloured
-    assert "\x1b" not in on_a_terminal(command, NO_COLOR="1")
-    assert "\x1b" not in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
 
 
 def test_show_ends_quietly_with_its_pager_and_prints_on_plain_terminals(tmp_path):
