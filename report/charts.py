@@ -1,6 +1,6 @@
 """The charts of the page, as the titles, units and numbers that page.html draws.
 
-A chart is a section of the page, a kind (bars, stack, curve), a title, and what the kind needs.
+A chart of results or of a critic is of a kind, bars or stack; a training run has curves.
 """
 
 import math
@@ -19,14 +19,6 @@ TURNS = ("useful question", "right answer", "wasted question", "repeated questio
          "wrong answer", LAST_QUESTION)
 ENDINGS = ("solved", "answered", "wrong answer", "early answer", "no answer", "out of turns", "cut",
            SOLUTION_FAILED, "ended", "error")
-
-
-def chart(section, kind, title, **content):
-    return {"section": section, "kind": kind, "title": title} | content
-
-
-def rounded(values):
-    return [float(f"{value:.5g}") for value in values]
 
 
 # -----------------------------------------------------------------------------
@@ -60,8 +52,8 @@ def metric_chart(results):
     if DOMAINS[results["domain"]].logged:  # rewards of a log can be any number
         ends = [value for row in rows for value in row.values() if isinstance(value, float)]
         least, most = min(0, *ends), max(0, *ends)
-    return [chart("results", "bars", f"{heading(metric, results)}, with 95 % intervals", rows=rows,
-                  least=least, most=most)]
+    return [{"kind": "bars", "title": f"{heading(metric, results)}, with 95 % intervals",
+             "rows": rows, "least": least, "most": most}]
 
 
 def stack(title, unit, parts, names):
@@ -70,7 +62,7 @@ def stack(title, unit, parts, names):
     shown = [part for part in parts if any(count[part] for count in counts.values())]
     rows = [{"name": name, "counts": [count[part] for part in shown]}
             for name, count in counts.items()]
-    return chart("results", "stack", title, unit=unit, parts=shown, rows=rows)
+    return {"kind": "stack", "title": title, "unit": unit, "parts": shown, "rows": rows}
 
 
 def ending(episode):
@@ -127,8 +119,8 @@ def ranking_chart(run):
             rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
     if not rows:
         return []
-    return [chart("critic", "bars", f"{run.name}: the better one ranked higher, %", rows=rows,
-                  least=0, most=100, guide=50, run=run.name)]
+    return [{"kind": "bars", "title": f"{run.name}: the better one ranked higher, %",
+             "rows": rows, "least": 0, "most": 100, "guide": 50, "run": run.name}]
 
 
 # -----------------------------------------------------------------------------
@@ -147,24 +139,24 @@ CURVES = {  # metric -> title, unit, factor
 DRAWN_CURVES = ("train/loss", "train/accuracy", "train/margin")  # the others fold out
 
 
-def training_charts(run):
-    """A chart for each metric of a run, smoothed."""
+def training_curves(run):
+    """A curve for each metric of a run, smoothed."""
     series = defaultdict(list)
     for row in run.rows:
         for key in CURVES:
             value = row.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 series[key].append((row["step"], value))
-    charts = []
+    curves = []
     for key, (title, unit, factor) in CURVES.items():
         if len(series[key]) <= 3:  # one hold-out or two are no curve
             continue
         points, window = smoothed(series[key])
-        points = [rounded([step, factor * value]) for step, value in points]
+        points = [[step, float(f"{factor * value:.5g}")] for step, value in points]
         step_title = f"step, mean of {window} steps" if window > 1 else "step"
-        charts.append(chart("training", "curve", title, points=points, x=step_title, y=unit,
-                            run=run.name, folded=key not in DRAWN_CURVES))
-    return charts
+        curves.append({"title": title, "points": points, "x": step_title, "y": unit,
+                       "folded": key not in DRAWN_CURVES})
+    return curves
 
 
 def smoothed(series):

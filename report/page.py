@@ -17,7 +17,7 @@ from evaluate import LEAK
 from formats.outcome import lacks_answer
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
-from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_charts
+from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_curves
 from report.training import record_of, short_name, training_method
 from runtime.processes import join_processes
 from runtime.text import counted
@@ -41,22 +41,21 @@ def overview(results, policies, files, training):
     """
     episodes = {name: [episode for run in runs for episode in run]
                 for name, runs in policies.items()}
-    charts = result_charts(results, episodes) if results else []
-    for run in training:
-        charts += ranking_chart(run) + training_charts(run)
     starts = {run.flags.get("model") for run in training}
     described = []
     for name, found in episodes.items():
         file = next(path for owner, path in files if owner == name)  # of its first seed
         described.append({"name": name, "what": policy_clause(found[0], file, starts)})
-    runs = [{"name": run.name, "what": training_method(run.script, run.flags)} for run in training]
+    runs = [{"name": run.name, "what": training_method(run.script, run.flags),
+             "curves": training_curves(run)} for run in training]
     logged = results and DOMAINS[results["domain"]].logged
     return {
         "title": "Which turns helped" if logged else "ColBench evaluation",
         "solution": "Known afterwards" if logged else "Solution",
         "subtitle": subtitle(results) if results else "training only, no episodes",
         "policies": described, "runs": runs,
-        "charts": charts,
+        "results": result_charts(results, episodes) if results else [],
+        "critic": [chart for run in training for chart in ranking_chart(run)],
     }
 
 
@@ -99,7 +98,7 @@ def policy_clause(first, file, starts):
 # What the page shows of episodes besides their text
 
 
-def annotate(policies, critic=None, held_out=()):
+def annotate(policies, critic, held_out):
     """Add advantages, true credit in the toy, and screenshots of pages to the episodes.
 
     held_out: ids of tasks that the critic was not trained on.

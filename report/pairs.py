@@ -9,12 +9,6 @@ from runtime.text import counted
 from train_policy import make_pairs
 
 
-def pairs_of_state(state, pairing, count, seed):
-    """The (chosen, rejected) indices of its candidates, as the trainer draws them."""
-    draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
-    return make_pairs(state["candidates"], state["advantages"], pairing, count, draw)
-
-
 def write_pairs(args):
     """Pairs in the conversational form of TRL; `finished` says which side was not cut.
 
@@ -23,7 +17,9 @@ def write_pairs(args):
     states, omitted = read_candidates(args.candidates, ranked=True)
     rows = []
     for state in states:
-        for pair in pairs_of_state(state, args.pairing, args.pairs_per_state, args.seed):
+        draw = random.Random(derive_seed(args.seed, "pairs", *state_key(state)))  # as the trainer
+        for pair in make_pairs(state["candidates"], state["advantages"], args.pairing,
+                               args.pairs_per_state, draw):
             chosen, rejected = [[{"role": "assistant", "content": state["candidates"][index]}]
                                 for index in pair]
             rows.append({"prompt": state["messages"], "chosen": chosen, "rejected": rejected,

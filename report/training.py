@@ -5,7 +5,7 @@ import typing
 from pathlib import Path
 
 from formats.read import group_by_task, load_episodes
-from report.charts import training_charts
+from report.charts import training_curves
 from runtime.files import ResumableJsonl
 from runtime.record import file_hash, read_run
 from train_critic import split_tasks
@@ -88,7 +88,7 @@ def training_sentences(training):
     sentences = []
     for run in training:
         parts = [f"step {run.last['step']}" if run.rows else "no step yet"]
-        for curve in training_charts(run):
+        for curve in training_curves(run):
             if not curve["folded"]:
                 _, value = curve["points"][-1]
                 parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']}")

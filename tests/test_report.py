@@ -11,13 +11,14 @@ import zlib
 import pytest
 from conftest import run_script
 
-from formats.read import complete_episode, read_candidates
+from formats.read import complete_episode, read_candidates, state_key
 from judge.browser import CHROMIUM_FLAGS, DevTools, find_chromium
 from report import __main__ as command
 from report import charts, page
-from report.pairs import pairs_of_state
 from report.training import read_training
+from runtime.seeds import derive_seed
 from toy.world import toy_tasks
+from train_policy import make_pairs
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
@@ -308,8 +309,7 @@ def toy_rows(questions, success=True):
             history.pop()
         rows.append({
             "task": task, "sample": 0, "dialogue_history": history, "answer": "x",
-            "reward": float(success), "reasons": {}, "leak": 0.0,
-            "advantages": [-0.1 * (i + 1) for i in range(len(history) // 2 - 1)] + [0.3]})
+            "reward": float(success), "reasons": {}, "leak": 0.0})
     return rows
 
 
@@ -732,9 +732,9 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
         loss = float("nan") if step == 5 else 1.0
         lines.append({"step": step, "train/loss": loss, "time/step": 1, "train/other": 1})
     run = read_training("run", write_lines(tmp_path / "metrics.jsonl", lines))
-    (chart,) = charts.training_charts(run)
-    points = chart["points"]
-    assert chart["title"] == "Loss" and chart["run"] == "run" and len(points) <= 200
+    (curve,) = charts.training_curves(run)
+    points = curve["points"]
+    assert curve["title"] == "Loss" and len(points) <= 200
     assert {value for _, value in points} == {1.0}
     assert [points[0][0], points[-1][0]] == [0, 4999]
 
@@ -771,8 +771,9 @@ def test_pairs_are_those_that_the_trainer_draws_in_the_form_of_trl(tmp_path, cap
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     expected = []
     for state in read_candidates(ranked, ranked=True)[0]:
-        expected += [(state["task"]["task_id"], *pair)
-                     for pair in pairs_of_state(state, "halves", 3, 7)]
+        draw = random.Random(derive_seed(7, "pairs", *state_key(state)))
+        pairs = make_pairs(state["candidates"], state["advantages"], "halves", 3, draw)
+        expected += [(state["task"]["task_id"], *pair) for pair in pairs]
     assert len(rows) == len(expected) == 12
     for row, (task_id, chosen, rejected) in zip(rows, expected, strict=True):
         assert row["prompt"] == ranked_state(0)["messages"]
