@@ -187,13 +187,51 @@ def toy_episodes(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def real_data():
-    """The folder with real ColBench rows, where there is one."""
+    """real_data(name) -> a file of real ColBench rows, where it is there."""
     folder = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared/data"))
-    if not folder.is_dir():
-        pytest.skip(f"no real ColBench rows here ({folder}); set COLBENCH_DATA to their folder")
-    return folder
+
+    def find(name):
+        if not (folder / name).exists():
+            pytest.skip(f"no real rows here: {folder / name}; set COLBENCH_DATA to their folder")
+        return folder / name
+
+    return find
+
+
+# -----------------------------------------------------------------------------
+# Pages
+
+TAILWIND = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
+LINK = f'<link href="{TAILWIND}" rel="stylesheet">'
+PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h1></body></html>'
+needs_chromium = pytest.mark.usefixtures("chromium")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """Whoever needs it is skipped where Chromium is not installed."""
+    from judge.browser import find_chromium
+
+    try:
+        find_chromium()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    from judge.browser import Browser
+
+    with Browser(seconds_per_page=5) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
+def real_pages(real_data):
+    rows = real_data("colbench_frontend_40.jsonl").read_text().splitlines()
+    return [json.loads(row)["ground_truth"] for row in rows]
 
 
 # -----------------------------------------------------------------------------

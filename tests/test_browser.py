@@ -5,7 +5,6 @@ Run: python -m pytest tests/test_browser.py
 
 import hashlib
 import io
-import json
 import os
 import shutil
 import socket
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import LINK, PAGE, ROOT, needs_chromium
 
 from judge.browser import (
     CHROMIUM_FLAGS,
@@ -31,42 +31,8 @@ from judge.browser import (
 )
 from judge.pages import open_picture
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
-ROWS = DATA / "colbench_frontend_40.jsonl"
-TAILWIND = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
-LINK = f'<link href="{TAILWIND}" rel="stylesheet">'
-PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h1></body></html>'
 RED_500 = (239, 68, 68)
 WHITE = (255, 255, 255)
-
-
-def has_chromium():
-    try:
-        find_chromium()
-    except SystemExit:
-        return False
-    return True
-
-
-needs_chromium = pytest.mark.skipif(
-    not has_chromium(), reason="Chromium is not installed: apt-get install chromium"
-)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not has_chromium():
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    with Browser(seconds_per_page=5) as shared:
-        yield shared
-
-
-@pytest.fixture(scope="module")
-def real_pages():
-    if not ROWS.exists():
-        pytest.skip(f"the real rows are not here: {ROWS}; set COLBENCH_DATA to their folder")
-    return [json.loads(line)["ground_truth"] for line in ROWS.read_text().splitlines()]
 
 
 def colour_at(png, x, y):

@@ -127,10 +127,10 @@ def test_a_bad_episode_line_is_named(tmp_path, change, found):
 
 
 def test_real_rows_load_and_survive_a_round_trip(real_data, tmp_path):
-    tasks = read_tasks(str(real_data / "colbench_backend_200.jsonl"))
+    tasks = read_tasks(real_data("colbench_backend_200.jsonl"))
     assert len(tasks) == 200
     assert read_tasks(write(tmp_path / "t.jsonl", *tasks)) == tasks
-    pages = read_tasks(str(real_data / "colbench_frontend_40.jsonl"))
+    pages = read_tasks(real_data("colbench_frontend_40.jsonl"))
     assert {task["domain"] for task in pages} == {"frontend"}
 
 

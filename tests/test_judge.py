@@ -21,15 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from formats.check import check_tasks
 from judge.handle import Worker
 from judge.sandbox import REQUIRED, Grade, Judge, check_solutions, extract_code
 from judge.values import describe
 from judge.worker import LIMITS, compile_for, run_test, set_limits
+from runtime.files import read_jsonl
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
 DOUBLE = {
     "ground_truth": "def f(n):\n    return n * 2",
     "test_cases": {"test1": "f(1)", "test2": "f(2)", "test3": "f(3)"},
@@ -40,11 +40,8 @@ needs_linux = pytest.mark.skipif(
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
-def real_rows(name):
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{name} is not here; set COLBENCH_DATA to the folder that holds it")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def rows_of(path):
+    return [row for _, row in read_jsonl(path)]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +66,8 @@ def equal(judge, expected, actual, prelude="", profile="fixed"):
 # Values
 
 
-def test_every_known_case_gets_its_expected_reward(judge, monkeypatch):
-    rows = real_rows("judge_cases.jsonl")
+def test_every_known_case_gets_its_expected_reward(judge, real_data, monkeypatch):
+    rows = rows_of(real_data("judge_cases.jsonl"))
     monkeypatch.setenv("COLBENCH_TEST_TOKEN", "secret")
     grades = judge.grade_all(rows, [row["answer"] for row in rows])
     wrong = {}
@@ -80,8 +77,8 @@ def test_every_known_case_gets_its_expected_reward(judge, monkeypatch):
     assert not wrong
 
 
-def test_real_solutions_pass_their_own_tests_except_those_that_check_reports(judge):
-    rows = real_rows("colbench_backend_200.jsonl")
+def test_real_solutions_pass_their_own_tests_except_those_that_check_reports(judge, real_data):
+    rows = rows_of(real_data("colbench_backend_200.jsonl"))
     reported = {index for index, _, _ in check_solutions(rows)[0]}
     grades = judge.grade_all(rows, [row["ground_truth"] for row in rows])
     assert {index for index, grade in enumerate(grades) if not grade.success} <= reported

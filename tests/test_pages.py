@@ -6,18 +6,17 @@ Run: python -m pytest tests/test_pages.py
 import base64
 import io
 import json
-import os
 import random
 import re
 import time
 import types
-from pathlib import Path
 
 import pytest
+from conftest import LINK, PAGE
 
 from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
-from judge.browser import MAX_PAGE_CHARACTERS, Browser, find_chromium, placeholder_picture
+from judge.browser import MAX_PAGE_CHARACTERS, placeholder_picture
 from judge.pages import (
     ClipReward,
     PageJudge,
@@ -30,31 +29,6 @@ from judge.pages import (
 )
 from judge.sandbox import Grade
 from speakers.vision import local_images
-
-ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("COLBENCH_DATA", ROOT.parent / "shared" / "data"))
-ROWS = DATA / "colbench_frontend_40.jsonl"
-TAILWIND = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
-LINK = f'<link href="{TAILWIND}" rel="stylesheet">'
-PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h1></body></html>'
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        find_chromium()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
-    with Browser(seconds_per_page=5) as shared:
-        yield shared
-
-
-@pytest.fixture(scope="module")
-def real_pages():
-    if not ROWS.exists():
-        pytest.skip(f"the real rows are not here: {ROWS}; set COLBENCH_DATA to their folder")
-    return [json.loads(line)["ground_truth"] for line in ROWS.read_text().splitlines()]
-
 
 # -----------------------------------------------------------------------------
 # Extraction and WebSight

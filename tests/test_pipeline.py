@@ -1,10 +1,9 @@
 """The four scripts in order, as a user runs them. Run: pytest tests/test_pipeline.py"""
 
 import json
-import shutil
 
 import pytest
-from conftest import metrics, run_module, run_script
+from conftest import metrics, needs_chromium, run_module, run_script
 
 from formats.read import read_episodes
 
@@ -51,7 +50,7 @@ def test_two_processes_play_every_task_and_sample_once(episodes, tmp_path):
 def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, tmp_path):
     model = tiny("qwen2.5", "qwen2")
     run_script(
-        "collect.py", "--tasks", real_data / "colbench_backend_200.jsonl", "--num_tasks", 3,
+        "collect.py", "--tasks", real_data("colbench_backend_200.jsonl"), "--num_tasks", 3,
         "--samples_per_task", 1, "--agent", model, "--human", model, "--max_new_tokens", 12,
         "--output", tmp_path / "e.jsonl")
     for episode in read_episodes(tmp_path / "e.jsonl"):
@@ -59,9 +58,8 @@ def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, t
         assert "passed" not in episode["reasons"].values()
 
 
+@needs_chromium
 def test_the_toy_pages_are_played_and_graded_in_the_browser(tmp_path):
-    if not shutil.which("chromium"):
-        pytest.skip("no Chromium here; apt-get install chromium")
     run_script(
         "collect.py", "--tasks", "toy:frontend:test", "--num_tasks", 4, "--samples_per_task", 1,
         "--agent", "scripted", "--output", tmp_path / "e.jsonl")

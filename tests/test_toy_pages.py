@@ -1,12 +1,10 @@
 """The embedded frontend world is what it says. Run: pytest tests/test_toy_pages.py"""
 
 import random
-from pathlib import Path
 
-import pytest
+from conftest import ROOT
 
 from colbench import MAX_TURNS, OUTPUT_MARKER, agent_messages, agent_prompt_of, split_message
-from judge.browser import Browser, find_chromium
 from judge.pages import extract_html, grade_page, last_page
 from judge.sandbox import ANSWER_MARKER
 from runtime.seeds import derive_seed
@@ -22,19 +20,6 @@ from toy.frontend import (
     page_of,
 )
 from toy.world import toy_tasks
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        find_chromium()
-    except SystemExit as missing:
-        pytest.skip(str(missing))
-    with Browser(seconds_per_page=5) as shared:
-        yield shared
-
 
 def play(task, seed):
     """The history of a dialogue of the noisy demonstrator with the human."""

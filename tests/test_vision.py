@@ -9,10 +9,9 @@ import types
 
 import pytest
 import torch
-from conftest import byte_tokenizer, run_script
+from conftest import byte_tokenizer, needs_chromium, run_script
 from PIL import Image
 from safetensors.torch import load_file
-from test_browser import needs_chromium
 
 import variants.sight
 from collect import states_of
