@@ -152,15 +152,16 @@ def dialogue(*texts):
     return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
-def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: x"), error=None):
-    """A complete episode of a backend task."""
+def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: x"),
+            domain="backend", **more):
+    """A complete episode; `more` are fields of it."""
     from formats.read import complete_episode
 
     task = {"task_id": task_id, "problem_description": "t", "ground_truth": "def f(): pass",
-            "test_cases": {"a": "f()"}}
+            "test_cases": {"a": "f()"}, "domain": domain}
     return complete_episode({
         "task": task, "sample": sample, "dialogue_history": dialogue(*texts), "answer": "x",
-        "reward": reward, "error": error, "agent_prompt": ""})
+        "reward": reward, "agent_prompt": ""} | more)
 
 
 def write_episodes(path, tasks=6, samples=3, more=0):

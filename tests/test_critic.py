@@ -242,11 +242,7 @@ def test_best_vs_rest_needs_a_full_pass_and_pairs_it_with_all_worse_ones():
 @pytest.mark.parametrize("domain, rewards", [
     ("backend", (0.9, 1.0, 1.0, 0.0)), ("frontend", (0.7, 0.9, 0.95, 0.0))])
 def test_success_vs_failure_pairs_every_success_with_every_failure(domain, rewards):
-    group = [episode("t", reward) for reward in rewards]
-    for one in group:
-        one["task"]["domain"] = domain
-        if domain == "frontend":
-            one["success"] = None
+    group = [episode("t", reward, domain=domain) for reward in rewards]
     expected = [(group[1], group[0]), (group[1], group[3]),
                 (group[2], group[0]), (group[2], group[3])]
     assert pair_episodes(group, "success_vs_failure") == expected

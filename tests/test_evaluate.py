@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 
+import conftest
 import numpy
 import pytest
 from conftest import ROOT
@@ -22,25 +23,12 @@ def draws(runs, tasks, count=2000):
     return run_draws, evaluate.draw_counts(generator, tasks, count)
 
 
-def episode(task, sample=0, reward=1.0, domain="backend", **more):
-    row = {
-        "task": {
-            "task_id": f"t{task}", "domain": domain, "problem_description": "p", "ground_truth": "r"
-        },
-        "sample": sample, "reward": reward, "success": None, "turns": 1, "leak": 0.0,
-        "answer": "a", "error": None, "reasons": {},
-        "dialogue_history": [
-            {"role": "user", "content": "p"}, {"role": "assistant", "content": "one two"}
-        ],
-    }
-    if domain == "backend":
-        row["task"]["test_cases"] = {"test1": "f()"}
-        row["success"] = reward == 1
-    return row | more
+def episode(task, sample=0, reward=1.0, **more):
+    return conftest.episode(f"t{task}", reward, sample, ("p", "one two"), **more)
 
 
 def failed(task, reason):
-    return episode(task, reward=None, success=None, error=reason)
+    return episode(task, reward=None, error=reason)
 
 
 def write_rows(path, rows):
