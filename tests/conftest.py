@@ -143,7 +143,20 @@ def tiny(tmp_path_factory):
 
 
 # -----------------------------------------------------------------------------
-# Dialogues and episodes
+# Rows, dialogues and episodes
+
+
+def read_rows(path):
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def write_rows(path, rows):
+    """The path, which then holds these rows."""
+    from runtime.files import write_jsonl
+
+    write_jsonl(path, rows)
+    return path
 
 
 def dialogue(*texts):
@@ -166,15 +179,13 @@ def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: 
 
 def write_episodes(path, tasks=6, samples=3, more=0):
     """A file of episodes; each task has `more` samples more than the one before it."""
-    rewards = {1: 1.0, 2: 0.5}
-    with open(path, "w") as file:
-        for index in range(tasks):
-            for sample in range(samples + more * index):
-                texts = ("t" * (index + 1), "what " * (sample + 1), "r",
-                         f"I WANT TO ANSWER: {index} {sample}")
-                row = episode(f"task{index}", rewards.get(sample, 0.0), sample, texts)
-                file.write(json.dumps(row) + "\n")
-    return path
+    rewards, rows = {1: 1.0, 2: 0.5}, []
+    for index in range(tasks):
+        for sample in range(samples + more * index):
+            texts = ("t" * (index + 1), "what " * (sample + 1), "r",
+                     f"I WANT TO ANSWER: {index} {sample}")
+            rows.append(episode(f"task{index}", rewards.get(sample, 0.0), sample, texts))
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="session")
@@ -231,8 +242,7 @@ def browser(chromium):
 
 @pytest.fixture(scope="session")
 def real_pages(real_data):
-    rows = real_data("colbench_frontend_40.jsonl").read_text().splitlines()
-    return [json.loads(row)["ground_truth"] for row in rows]
+    return [row["ground_truth"] for row in read_rows(real_data("colbench_frontend_40.jsonl"))]
 
 
 # -----------------------------------------------------------------------------
@@ -278,5 +288,4 @@ def weights(folder):
 
 def metrics(folder):
     """The lines of a training run's metrics.jsonl."""
-    with open(f"{folder}/metrics.jsonl") as file:
-        return [json.loads(line) for line in file]
+    return read_rows(f"{folder}/metrics.jsonl")

@@ -1,11 +1,10 @@
 """Best of N: a critic or a grader model chooses each turn. Run: pytest tests/test_best_of_n.py"""
 
-import json
 import shutil
 import threading
 
 import pytest
-from conftest import run_script
+from conftest import read_rows, run_script
 from parties import (
     RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, played, within)
 
@@ -138,7 +137,7 @@ def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not
         "--output", str(output)])
     with pytest.raises(SystemExit, match="it is down.*rerun the same command to resume"):
         within(lambda: best_of_n.main(args))
-    rows = [json.loads(line) for line in (tmp_path / "episodes.jsonl.rank0").open()]
+    rows = read_rows(tmp_path / "episodes.jsonl.rank0")
     failed = [row for row in rows if row["error"]]
     assert 1 <= len(failed) <= 4  # what was in flight, and a rerun plays again
     assert all(row["error"] == "agent: grader: it is down" for row in failed)
@@ -165,8 +164,7 @@ def test_a_trained_critic_of_either_kind_chooses_and_the_episodes_note_it(
     for n in (1, 3):
         run_script("variants/best_of_n.py", *flags, "--n", n, "--output", tmp_path / f"{n}.jsonl")
     run_script("collect.py", *FLAGS, "--agent", tiny(), "--output", tmp_path / "plain.jsonl")
-    one, three, plain = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
-                         for name in ("1", "3", "plain"))
+    one, three, plain = (read_rows(tmp_path / f"{name}.jsonl") for name in ("1", "3", "plain"))
     assert not any(row["error"] for row in three)
     assert {(row["best_of_n"], row["scorer"]) for row in three} == {(3, str(critic))}
     assert one == [row | {"best_of_n": 1, "scorer": str(critic)} for row in plain]

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, dialogue, episode, metrics, run_script, tiny_model, weights, write_episodes)
+    byte_tokenizer, dialogue, episode, metrics, read_rows, run_script, tiny_model, weights,
+    write_episodes, write_rows)
 
 import train_critic
 from collect import states_of
@@ -298,15 +299,11 @@ def flags(path, model, output, *more):
 
 def write_candidates(path, states=6):
     """A file of candidates in as many states."""
-    task = episode("task0", 1.0)["task"]
-    with open(path, "w") as file:
-        for turn in range(states):
-            messages = dialogue("t", *["what", "so"] * turn)
-            file.write(json.dumps({
-                "task": task, "sample": 0, "turn": turn, "messages": messages,
-                "agent_prompt": "Ask.", "candidates": [f"why {n}" * n for n in range(1, 5)],
-                "finished": [True, True, False, True], "error": None}) + "\n")
-    return path
+    return write_rows(path, [
+        {"task": episode("task0", 1.0)["task"], "sample": 0, "turn": turn,
+         "messages": dialogue("t", *["what", "so"] * turn), "agent_prompt": "Ask.",
+         "candidates": [f"why {n}" * n for n in range(1, 5)],
+         "finished": [True, True, False, True], "error": None} for turn in range(states)])
 
 
 @pytest.fixture(scope="module")
@@ -394,9 +391,8 @@ def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change):
 
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.2], [0.0, 0.0]])
 def test_no_pair_is_a_sentence_with_what_helps(tiny, tmp_path, rewards):
-    path = tmp_path / "episodes.jsonl"
-    lines = [json.dumps(episode("t", reward, sample)) for sample, reward in enumerate(rewards)]
-    path.write_text("\n".join(lines) + "\n")
+    path = write_rows(tmp_path / "episodes.jsonl", [
+        episode("t", reward, sample) for sample, reward in enumerate(rewards)])
     done = run_script("train_critic.py", *flags(path, tiny(), tmp_path / "critic"), check=False)
     assert done.returncode == 1 and str(path) in done.stderr and "found no pair" in done.stderr
     for advice in ("more episodes of each task", "--pairs all", "--margin", "demonstrations"):
@@ -433,10 +429,6 @@ def test_a_second_kill_between_the_renames_of_a_state_still_leaves_one_to_resume
 # The critic as a ranker
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_complete_critic_ranks_without_training_whatever_ranks_and_packing(trained, tmp_path):
     critic, candidates = trained[0] / "critic", write_candidates(tmp_path / "candidates.jsonl")
     before = (critic / "model.safetensors").stat().st_mtime
@@ -444,9 +436,9 @@ def test_a_complete_critic_ranks_without_training_whatever_ranks_and_packing(tra
         run_script("train_critic.py", "--output", critic, "--candidates", candidates,
                    "--ranked", tmp_path / name, *more, processes=processes)
     assert (critic / "model.safetensors").stat().st_mtime == before
-    ranked, again = read_lines(tmp_path / "one"), read_lines(tmp_path / "two")
+    ranked, again = read_rows(tmp_path / "one"), read_rows(tmp_path / "two")
     assert [{key: state[key] for key in state.keys() - {"advantages", "ranker"}}
-            for state in ranked] == read_lines(candidates)
+            for state in ranked] == read_rows(candidates)
     opened = Critic(critic, "cpu")
     for state, other in zip(ranked, again, strict=True):
         expected = opened.advantages(state["task"], state["messages"], state["candidates"],
@@ -463,7 +455,7 @@ def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
         done = run_script("train_critic.py", "--output", critic, "--candidates", candidates,
                           "--ranked", tmp_path / "ranked", check=states == 2)
     assert done.returncode == 1 and "choose another --ranked" in done.stderr
-    assert len(read_lines(tmp_path / "ranked")) == 2
+    assert len(read_rows(tmp_path / "ranked")) == 2
 
 
 def test_training_and_ranking_are_one_command(trained, tiny, tmp_path):
@@ -471,7 +463,7 @@ def test_training_and_ranking_are_one_command(trained, tiny, tmp_path):
     command = flags(trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic",
                     "--candidates", candidates)
     run_script("train_critic.py", *command)
-    assert len(read_lines(tmp_path / "critic/ranked.jsonl")) == 6
+    assert len(read_rows(tmp_path / "critic/ranked.jsonl")) == 6
     done = run_script("train_critic.py", *command)
     assert "training is complete" in done.stdout and "6 ranked states" in done.stdout
 
@@ -501,7 +493,7 @@ def test_more_steps_rank_again_also_after_a_ranking_that_was_killed(
             trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
             "--max_steps", steps))
         file = tmp_path / "critic/ranked.jsonl"
-        ranked = read_lines(file)
+        ranked = read_rows(file)
         if killed:
             file.rename(f"{file}.rank0")
         opened = Critic(tmp_path / "critic")  # on the device that ranked

@@ -9,7 +9,7 @@ import sys
 import conftest
 import numpy
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_rows
 
 import evaluate
 from formats.policies import read_policies
@@ -29,11 +29,6 @@ def episode(task, sample=0, reward=1.0, **more):
 
 def failed(task, reason):
     return episode(task, reward=None, error=reason)
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def evaluated(folder, *flags, **policies):
@@ -270,9 +265,9 @@ def test_a_name_given_again_is_another_seed(tmp_path):
 
 def test_an_interval_does_not_depend_on_the_other_policies(tmp_path):
     def seeds(name, *solved):
-        return [f"{name}=" + write_rows(
+        return [f"{name}=" + str(write_rows(
             tmp_path / f"{name}{count}.jsonl",
-            [episode(task, reward=float(task < count)) for task in range(20)]) for count in solved]
+            [episode(task, reward=float(task < count)) for task in range(20)])) for count in solved]
 
     ours, theirs, third = seeds("ours", 6, 14), seeds("theirs", 8, 10), seeds("third", 2, 18)
     two = evaluated(tmp_path, *theirs, *ours)

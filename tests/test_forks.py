@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, episode, metrics, write_episodes
+from conftest import ROOT, dialogue, episode, metrics, read_rows, write_episodes, write_rows
 
 from formats.read import read_candidates
 
@@ -46,20 +46,12 @@ def run(command, folder, *more):
 
 def write_ranked(path):
     """Two states with candidates of rising advantage."""
-    task = episode("task", 0.0)["task"]
-    with open(path, "w") as file:
-        for turn in range(2):
-            file.write(json.dumps({
-                "task": task, "sample": 0, "turn": turn, "messages": [
-                    {"role": "user", "content": "t"}, *[
-                        {"role": role, "content": "q"} for role in ("assistant", "user")] * turn],
-                "agent_prompt": "", "candidates": [f"what {10**index}" for index in range(8)],
-                "finished": [True] * 8, "advantages": [0.1 * index for index in range(8)],
-                "ranker": "a test"}) + "\n")
-
-
-def episodes_in(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    write_rows(path, [
+        {"task": episode("task", 0.0)["task"], "sample": 0, "turn": turn,
+         "messages": dialogue("t", *["q", "q"] * turn), "agent_prompt": "",
+         "candidates": [f"what {10**index}" for index in range(8)], "finished": [True] * 8,
+         "advantages": [0.1 * index for index in range(8)], "ranker": "a test"}
+        for turn in range(2)])
 
 
 def test_the_table_names_every_patch():
@@ -137,7 +129,7 @@ def test_the_lying_human_denies_a_wish_that_it_has(fork):
     folder = fork("lying_human")
     run(FORKS["lying_human"], folder)
     lies = 0
-    for played in episodes_in(folder / "lied.jsonl"):
+    for played in read_rows(folder / "lied.jsonl"):
         needed, history = played["task"]["toy"]["needed"], played["dialogue_history"]
         for asked, reply in zip(history[1::2], history[2::2], strict=False):
             words = set(re.findall(r"[a-z]+", asked["content"].lower()))
@@ -148,7 +140,7 @@ def test_the_lying_human_denies_a_wish_that_it_has(fork):
 def test_queries_are_graded_by_their_rows(fork):
     folder = fork("sql_domain")
     run(FORKS["sql_domain"], folder)
-    assert {played["reward"] for played in episodes_in(folder / "queries.jsonl")} == {0.0}
+    assert {played["reward"] for played in read_rows(folder / "queries.jsonl")} == {0.0}
     code = ("from colbench import DOMAINS\n"
             "from formats.read import read_tasks\n"
             "tasks = read_tasks('docs/forks/sql_tasks.jsonl')\n"

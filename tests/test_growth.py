@@ -9,7 +9,8 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, metrics, run_script, weights, write_episodes
+from conftest import (
+    ROOT, metrics, read_rows, run_script, weights, write_episodes, write_rows)
 
 from runtime.processes import Process
 from runtime.record import changes_since, claim_output
@@ -115,11 +116,10 @@ def test_a_server_may_move_if_its_model_has_a_name_that_stays():
 def test_an_output_without_a_sound_episode_is_taken_over_by_a_corrected_command(tmp_path):
     path = tmp_path / "e.jsonl"
     rollout(path, "--num_tasks", 2)
-    rows = [json.loads(line) | {"error": "agent: gone", "reward": None, "success": None}
-            for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    failed = {"error": "agent: gone", "reward": None, "success": None}
+    write_rows(path, [row | failed for row in read_rows(path)])
     rollout(path, "--num_tasks", 2, "--seed", 1)
-    assert not any(json.loads(line)["error"] for line in path.read_text().splitlines())
+    assert not any(row["error"] for row in read_rows(path))
 
 
 def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_not(tmp_path):

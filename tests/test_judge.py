@@ -22,14 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_rows
 
 from formats.check import check_tasks
 from judge.handle import Worker
 from judge.sandbox import REQUIRED, Grade, Judge, check_solutions, extract_code
 from judge.values import describe, is_value, reason_of
 from judge.worker import LIMITS, compile_for, run_test, set_limits
-from runtime.files import read_jsonl
 
 DOUBLE = {
     "ground_truth": "def f(n):\n    return n * 2",
@@ -39,10 +38,6 @@ needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="these protections exist on Linux only"
 )
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-
-
-def rows_of(path):
-    return [row for _, row in read_jsonl(path)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +51,7 @@ def judge():
 
 
 def test_every_known_case_gets_its_expected_reward(judge, real_data, monkeypatch):
-    rows = rows_of(real_data("judge_cases.jsonl"))
+    rows = read_rows(real_data("judge_cases.jsonl"))
     monkeypatch.setenv("COLBENCH_TEST_TOKEN", "secret")
     grades = judge.grade_all(rows, [row["answer"] for row in rows])
     wrong = {}
@@ -67,7 +62,7 @@ def test_every_known_case_gets_its_expected_reward(judge, real_data, monkeypatch
 
 
 def test_real_solutions_pass_their_own_tests_except_those_that_check_reports(judge, real_data):
-    rows = rows_of(real_data("colbench_backend_200.jsonl"))
+    rows = read_rows(real_data("colbench_backend_200.jsonl"))
     reported = {index for index, _, _ in check_solutions(rows)[0]}
     grades = judge.grade_all(rows, [row["ground_truth"] for row in rows])
     assert {index for index, grade in enumerate(grades) if not grade.success} <= reported

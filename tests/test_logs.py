@@ -12,7 +12,8 @@ import sys
 
 import pytest
 from commands import record
-from conftest import ROOT, byte_tokenizer, dialogue, run_module, run_script
+from conftest import (
+    ROOT, byte_tokenizer, dialogue, read_rows, run_module, run_script, write_rows)
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_episodes
@@ -24,11 +25,6 @@ PAGE = (ROOT / "docs/logs.md").read_text()
 def log_line(**fields):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "which?"}]
     return {"messages": messages, "reward": 1.0} | fields
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def made_up_logs(path):
@@ -46,7 +42,7 @@ def made_up_logs(path):
                 {"role": "assistant", "content": question},
                 {"role": "user", "content": "Hm"},
                 {"role": "assistant", "content": "It comes tomorrow."}]})
-    return write_lines(path, lines)
+    return write_rows(path, lines)
 
 
 def import_logs(path, check=True):
@@ -72,7 +68,7 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
         "held-out pairs of dialogues", "Which turns helped", "Known afterwards"))
     monkeypatch.chdir(tmp_path)
     assert len(held_out_tasks("critic")) == 1  # a twentieth of ten tasks, rounded up
-    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    pairs = read_rows(tmp_path / "pairs.jsonl")
     assert all(chosen > rejected for chosen, rejected in (pair["advantages"] for pair in pairs))
     assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
     assert pairs[0]["chosen"][0]["role"] == pairs[0]["rejected"][0]["role"] == "assistant"
@@ -102,7 +98,7 @@ def test_trl_takes_the_exported_pairs(tmp_path):
     pytest.importorskip("trl", reason="trl is not installed; pip install trl==1.16.0")
     texts = ["what about units ?", "i see .", "what is the order ?"]
     task = {"domain": "logged", "problem_description": "hi", "ground_truth": ""}
-    ranked = write_lines(tmp_path / "ranked.jsonl", [
+    ranked = write_rows(tmp_path / "ranked.jsonl", [
         {"task": task, "sample": 0, "turn": turn, "messages": dialogue("hi"), "agent_prompt": "",
          "candidates": texts, "finished": [True, True, False], "advantages": [0.3, -0.1, 0.0],
          "ranker": "critic"} for turn in range(8)])
@@ -116,7 +112,7 @@ def test_trl_takes_the_exported_pairs(tmp_path):
 def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_path):
     messages = [{"role": role, "content": role[0] * 2} for role in (
         "system", "user", "assistant", "assistant", "tool", "assistant")]
-    path = write_lines(tmp_path / "log", [log_line(messages=messages, reward=-2.5, task=7)])
+    path = write_rows(tmp_path / "log", [log_line(messages=messages, reward=-2.5, task=7)])
     import_logs(path)
     episode, = read_episodes(f"{path}.episodes")
     assert episode["agent_prompt"] == "ss" and episode["turns"] == 3
@@ -128,7 +124,7 @@ def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_p
 def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_dropped(tmp_path):
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"},
                 {"role": "assistant", "content": "yes", "output": "another text"}]
-    path = write_lines(tmp_path / "log", [log_line(messages=messages)])
+    path = write_rows(tmp_path / "log", [log_line(messages=messages)])
     import_logs(path)
     episode, = read_episodes(f"{path}.episodes")
     assert episode["agent_prompt"] == "Be brief."
@@ -136,7 +132,7 @@ def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_
 
 
 def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
-    path = write_lines(tmp_path / "log", [
+    path = write_rows(tmp_path / "log", [
         log_line(task="a", ground_truth="x"), log_line(task="a", ground_truth="y", reward=0.0)])
     import_logs(path)
     episodes = read_episodes(f"{path}.episodes")
@@ -146,16 +142,16 @@ def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_
 
 def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
     numbers = [1, None, None, 0]
-    path = write_lines(tmp_path / "log", [log_line(task="a", sample=n) for n in numbers[:3]])
+    path = write_rows(tmp_path / "log", [log_line(task="a", sample=n) for n in numbers[:3]])
     import_logs(path)
     assert [episode["sample"] for episode in read_episodes(f"{path}.episodes")] == [1, 2, 3]
-    write_lines(path, [log_line(task="a", sample=n) for n in numbers[1:]])
+    write_rows(path, [log_line(task="a", sample=n) for n in numbers[1:]])
     assert "line 3: found sample 0 of task 'a' a second time" in import_logs(
         path, check=False).stderr
 
 
 def test_a_log_is_not_replaced_by_its_episodes(tmp_path):
-    path = write_lines(tmp_path / "log", [log_line()])
+    path = write_rows(tmp_path / "log", [log_line()])
     before = path.read_text()
     done = run_script("colbench.py", "import", path, "--output", path, check=False)
     assert "found the same file as input and --output" in done.stderr
@@ -163,7 +159,7 @@ def test_a_log_is_not_replaced_by_its_episodes(tmp_path):
 
 
 def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
-    path = write_lines(tmp_path / "log", [log_line(task=name) for name in "abc"])
+    path = write_rows(tmp_path / "log", [log_line(task=name) for name in "abc"])
     assert "nothing can be compared" in import_logs(path).stdout
     done = run_script("train_critic.py", "--episodes", f"{path}.episodes", "--model",
                       ROOT / "toy/base", "--output", tmp_path / "critic", "--pairs", "all",
@@ -187,7 +183,7 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
 ])
 def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_written(
         line, found, tmp_path):
-    path = write_lines(tmp_path / "log", [log_line(), line])
+    path = write_rows(tmp_path / "log", [log_line(), line])
     done = import_logs(path, check=False)
     assert done.returncode and "line 2: found" in done.stderr and found in done.stderr
     assert "expected at least {" in done.stderr
@@ -195,13 +191,13 @@ def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_
 
 
 def test_all_lines_that_do_not_fit_are_named_at_once(tmp_path):
-    path = write_lines(tmp_path / "log", [log_line(reward="a"), log_line(), log_line(reward="b")])
+    path = write_rows(tmp_path / "log", [log_line(reward="a"), log_line(), log_line(reward="b")])
     lines = import_logs(path, check=False).stderr.splitlines()
     assert ["line 1" in lines[0], "line 3" in lines[1], len(lines)] == [True, True, 3]
 
 
 def test_dialogues_that_repeat_an_earlier_one_are_kept_and_counted(tmp_path):
-    path = write_lines(tmp_path / "log", [log_line(), log_line(reward=0.0), log_line()])
+    path = write_rows(tmp_path / "log", [log_line(), log_line(reward=0.0), log_line()])
     assert "count as often: 1" in import_logs(path).stdout
     assert len(read_episodes(f"{path}.episodes")) == 3
 
@@ -209,7 +205,7 @@ def test_dialogues_that_repeat_an_earlier_one_are_kept_and_counted(tmp_path):
 def test_a_content_of_several_texts_is_one_text(tmp_path):
     parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
     messages = [{"role": "user", "content": parts}, *log_line()["messages"][1:]]
-    path = write_lines(tmp_path / "log", [log_line(messages=messages)])
+    path = write_rows(tmp_path / "log", [log_line(messages=messages)])
     import_logs(path)
     episode, = read_episodes(f"{path}.episodes")
     assert episode["dialogue_history"][0]["content"] == "hi\nthere"
@@ -221,7 +217,7 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
             "function": {"name": "find", "arguments": json.dumps(arguments)}}
     answer = [{"role": "tool", "content": "late", "tool_call_id": "1"},
               {"role": "assistant", "content": "It comes tomorrow."}]
-    path = write_lines(tmp_path / "log", [
+    path = write_rows(tmp_path / "log", [
         log_line(messages=[{"role": "user", "content": "lost"},
                            {"role": "assistant", "content": content, "tool_calls": [call]},
                            *answer]) for content in (None, "I look.")])
@@ -236,7 +232,7 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
 @pytest.mark.parametrize("arguments, written", [("", "{}"), ("{'a': 1}", '"{\'a\': 1}"')])
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
     call = {"function": {"name": "find", "arguments": arguments}}
-    path = write_lines(tmp_path / "log", [log_line(messages=[
+    path = write_rows(tmp_path / "log", [log_line(messages=[
         {"role": "user", "content": "lost"},
         {"role": "assistant", "content": None, "tool_calls": [call]}])])
     import_logs(path)

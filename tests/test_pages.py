@@ -12,7 +12,7 @@ import time
 import types
 
 import pytest
-from conftest import LINK, PAGE
+from conftest import LINK, PAGE, read_rows, write_rows
 
 from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
@@ -92,14 +92,12 @@ def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned)
 
 def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, monkeypatch):
     monkeypatch.setattr("formats.websight.TRAIN_ROWS", 2)
-    rows = []
-    for index in range(3):
-        text = "https://picsum.photos/4/5"
-        rows.append({"llm_generated_idea": f"idea {index}", "text": text, "image": None})
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = "https://picsum.photos/4/5"
+    write_rows(tmp_path / "rows.jsonl", [
+        {"llm_generated_idea": f"idea {index}", "text": text, "image": None} for index in range(3)])
     paths = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
     websight(tmp_path / "rows.jsonl", *paths)
-    train, test = ([json.loads(line) for line in open(path)] for path in paths)
+    train, test = map(read_rows, paths)
     assert [task["problem_description"] for task in train] == ["idea 0", "idea 1"]
     assert [task["problem_description"] for task in test] == ["idea 2"]
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"

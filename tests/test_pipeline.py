@@ -3,14 +3,9 @@
 import json
 
 import pytest
-from conftest import metrics, needs_chromium, run_module, run_script
+from conftest import metrics, needs_chromium, read_rows, run_module, run_script, write_rows
 
 from formats.read import read_episodes
-
-
-def lines(path):
-    with open(path) as file:
-        return [json.loads(line) for line in file]
 
 
 def play(path, *more, **options):
@@ -41,7 +36,7 @@ def test_two_processes_play_every_task_and_sample_once(episodes, tmp_path):
     play(tmp_path / "two.jsonl", processes=2)
 
     def keys(path):
-        return sorted((row["task"]["task_id"], row["sample"]) for row in lines(path))
+        return sorted((row["task"]["task_id"], row["sample"]) for row in read_rows(path))
 
     one = keys(episodes)
     assert one == keys(tmp_path / "two.jsonl") and len(set(one)) == 40
@@ -89,7 +84,7 @@ def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
         run_script("collect.py", *test, "--agent", agent, "--output", tmp_path / f"{name}.jsonl")
     run_script("variants/best_of_n.py", *test, "--agent", policy, "--n", 2, "--critic", critic,
                "--output", tmp_path / "best.jsonl")
-    assert lines(tmp_path / "best.jsonl")[0]["best_of_n"] == 2
+    assert read_rows(tmp_path / "best.jsonl")[0]["best_of_n"] == 2
     policies = [f"{name}={tmp_path}/{name}.jsonl" for name in ("base", "sweet", "best")]
     done = run_script("evaluate.py", *policies, "--output", tmp_path / "evaluation")
     results = json.loads((tmp_path / "evaluation/results.json").read_text())
@@ -141,9 +136,9 @@ def test_the_policy_learns_from_whoever_ranks(episodes, tmp_path, ranker):
 
 
 def test_a_value_head_refuses_rewards_that_it_cannot_predict(tmp_path):
-    lines = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-              "task": "t", "reward": reward} for reward in (20, -5)]
-    (tmp_path / "log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(tmp_path / "log", [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+         "task": "t", "reward": reward} for reward in (20, -5)])
     run_script("colbench.py", "import", tmp_path / "log", "--output", tmp_path / "e.jsonl")
     done = run_script("variants/value_critic.py", "--episodes", tmp_path / "e.jsonl", "--model",
                       "toy/base", "--pairs", "all", "--output", tmp_path / "value", check=False)

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conftest import episode, run_script
+from conftest import episode, read_rows, run_script, write_rows
 from parties import (
     INDEX, RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, index_of, played,
     within)
@@ -195,8 +195,7 @@ def rows_under(folder):
     found = {}
     for path in folder.glob("episodes.jsonl*"):
         if path.suffix == ".jsonl" or ".rank" in path.name:
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
+            for row in read_rows(path):
                 found[INDEX[row["task"]["task_id"]]] = row
     return found
 
@@ -293,8 +292,7 @@ def sampled(monkeypatch, policy, folder, episodes, *more):
     """The rows that collect_states makes in these episodes, four candidates in each state."""
     monkeypatch.setattr(roles, "load_speaker", lambda *_, **__: policy)
     folder.mkdir(exist_ok=True)
-    given = folder.parent / "given.jsonl"
-    given.write_text("".join(json.dumps(row) + "\n" for row in episodes))
+    given = write_rows(folder.parent / "given.jsonl", episodes)
     args = collect.parse_args([
         "--states", str(given), "--states_fraction", "1", "--num_candidates", "4", "--batch_size",
         "8", "--agent", "http://s", "--output", str(folder / "candidates.jsonl"), *more])
@@ -366,8 +364,7 @@ def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(
 def test_candidates_of_scripts_and_models_do_not_depend_on_the_batch_size(tmp_path, tiny):
     agent = Served(asker(lambda key: 3))
     _, episodes = played(agent, Served(human_line), HeldJudge(), 6, 4)
-    given = tmp_path / "given.jsonl"
-    given.write_text("".join(json.dumps(row) + "\n" for row in episodes))
+    given = write_rows(tmp_path / "given.jsonl", episodes)
     for spec, more in (("scripted", []), (tiny(), ["--max_new_tokens", "6"])):
         texts = []
         for size in ("1", "16", "64"):

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, episode
+from conftest import ROOT, episode, read_rows, write_rows
 from parties import ask_all
 
 import collect
@@ -185,9 +185,7 @@ def toy_tasks(folder, count):
     for index, task in enumerate(tasks_of("toy:backend:train", count)):
         request = f"{task['problem_description']} Ticket {index} of {count}."
         tasks.append(task | {"problem_description": request})
-    file = folder / "tasks.jsonl"
-    file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    return file, tasks
+    return write_rows(folder / "tasks.jsonl", tasks), tasks
 
 
 @pytest.fixture
@@ -364,12 +362,11 @@ def test_a_server_that_has_refused_all_of_many_requests_is_given_up(monkeypatch)
 def sampled(folder, url, turns):
     """The rows of --states: candidates of a dialogue's turns, of which a server is asked."""
     texts = ["x", *["What?", "That."] * (turns - 1), "I WANT TO ANSWER: x"]
-    given = folder / "given.jsonl"
-    given.write_text(json.dumps(episode("t", 0.0, texts=texts)) + "\n")
+    given = write_rows(folder / "given.jsonl", [episode("t", 0.0, texts=texts)])
     output = folder / "candidates.jsonl"
     collect.main(collect.parse_args([
         "--states", str(given), "--agent", url, "--num_candidates", "2", "--output", str(output)]))
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return read_rows(output)
 
 
 def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
@@ -771,7 +768,7 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
             run(agent, wrong.url)
         assert all(row["error"] for row in ResumableJsonl.whole_rows(episodes))
         run(agent, "scripted")
-    rows = [json.loads(line) for line in episodes.read_text().splitlines()]
+    rows = read_rows(episodes)
     assert rows and not any(row["error"] for row in rows)
 
 

@@ -1,6 +1,5 @@
 """What a user reads on the terminal. Run: pytest tests/test_terminal.py"""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import types
 
 import pytest
 from conftest import ROOT, dialogue, episode, run_script
+from conftest import write_rows as write
 
 import colbench
 from judge import sandbox
@@ -25,11 +25,6 @@ TASKS = [
     {"problem_description": "triple n", "ground_truth": "def f(n): return 3 * n",
      "test_cases": {"a": "f(1)", "b": "assert f(1) == 3"}},
 ]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ Run: pytest tests/test_toy.py
 """
 
 import itertools
-import json
 import random
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
-from conftest import run_script
+from conftest import ROOT, read_rows, run_script
 
 from colbench import agent_messages, agent_prompt_of, split_message
 from formats.read import load_episodes, read_candidates
@@ -28,7 +26,6 @@ from toy.credit import (
 from toy.world import SCRIPTED, World, toy_tasks
 from train_critic import SOLUTION_NOTE, dialogue_row
 
-ROOT = Path(__file__).resolve().parent.parent
 MAX_TURNS = 9  # of the recipes
 DEMONSTRATOR, KNOWING, INFORMED, GUESSING = (
     SCRIPTED["backend", "agent", manner] for manner in ("", "knowing", "informed", "guessing"))
@@ -429,7 +426,7 @@ def test_candidates_are_ranked_by_true_credit_or_at_random(tasks, tmp_path, caps
     write_jsonl(log, [{"step": 0, "train/loss": 0.7}, {"step": 1, "train/loss": 0.6}])
     for ranked in (drawn, true):  # the second command replaces what the first one found
         main(["auc", str(ranked), "--metrics", str(log)])
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = read_rows(log)
     assert len(lines) == 3
     assert lines[2]["step"] == 2 and lines[2]["credit_auc/all"] == 1
     assert "halves/right" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from conftest import byte_tokenizer, needs_chromium, run_script
+from conftest import byte_tokenizer, metrics, needs_chromium, run_script, write_rows
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -326,14 +326,10 @@ def training_flags(episodes, model, output, *more):
 @pytest.fixture(scope="module")
 def page_episodes(tmp_path_factory):
     """Three tasks, each with three short dialogues: the words tell the outcome."""
-    path = tmp_path_factory.mktemp("episodes") / "episodes.jsonl"
-    with open(path, "w") as file:
-        for index in range(3):
-            outcomes = (("red red", 0.9), ("blue blue", 0.1), ("blue", 0.2))
-            for sample, (word, reward) in enumerate(outcomes):
-                episode = page_episode(page_task(index), [word] * (2 + sample), reward)
-                file.write(json.dumps(episode | {"sample": sample}) + "\n")
-    return path
+    outcomes = (("red red", 0.9), ("blue blue", 0.1), ("blue", 0.2))
+    return write_rows(tmp_path_factory.mktemp("episodes") / "episodes.jsonl", [
+        page_episode(page_task(index), [word] * (2 + sample), reward) | {"sample": sample}
+        for index in range(3) for sample, (word, reward) in enumerate(outcomes)])
 
 
 @needs_chromium
@@ -342,7 +338,7 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
     output = tmp_path / "critic"
     flags = training_flags(page_episodes, tiny_vision, output)
     done = run_script("variants/value_critic.py", *flags)
-    lines = [json.loads(line) for line in open(output / "metrics.jsonl")]
+    lines = metrics(output)
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.05
     assert "holdout/accuracy" in done.stdout
     trained = ValueCritic(str(output), "cpu")
@@ -418,9 +414,9 @@ def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_pat
     state = {"task": page_task(), "sample": 0, "turn": 0, "messages": MESSAGES,
              "agent_prompt": "Draw.", "candidates": ["a page", "another"],
              "finished": [True, False], "error": None}
-    (tmp_path / "candidates.jsonl").write_text(json.dumps(state) + "\n")
+    candidates = write_rows(tmp_path / "candidates.jsonl", [state])
     run_script("variants/value_critic.py", "--output", tmp_path / "critic", "--candidates",
-               tmp_path / "candidates.jsonl")
+               candidates)
     ranked = json.loads((tmp_path / "critic/ranked.jsonl").read_text())
     expected = reopened.advantages(state["task"], MESSAGES, state["candidates"], state["finished"])
     assert ranked["advantages"] == pytest.approx(expected, abs=1e-4)
