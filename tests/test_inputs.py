@@ -38,7 +38,7 @@ from runtime.files import read_jsonl, write_jsonl
 from runtime.flags import COST_FLAGS
 from runtime.models import load_model, load_tokenizer
 from runtime.processes import Process
-from runtime.record import claim_output, open_rows, records
+from runtime.record import claim_output, records
 from speakers.local import encode_prompt
 
 TOKENIZER = byte_tokenizer()
@@ -648,22 +648,6 @@ def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sam
     shutil.rmtree(base)
     with pytest.raises(SystemExit, match=f"{base}: no such directory"):
         train_critic.read_critic_flags(critic)
-
-
-def test_episodes_of_an_edited_prompt_are_not_resumed(tmp_path):
-    prompt, output = tmp_path / "prompt.txt", tmp_path / "episodes.jsonl"
-    prompt.write_text("Ask.")
-    args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "scripted",
-                               "--agent_prompt", str(prompt), "--output", str(output)])
-
-    def claim():
-        open_rows(output, vars(args), [prompt], PROCESS, collect.episode_key)
-
-    claim()
-    output.write_text(json.dumps(episode("t", 1.0)) + "\n")
-    prompt.write_text("Answer.")
-    with pytest.raises(SystemExit, match="differs in .*prompt.txt"):
-        claim()
 
 
 def test_a_file_that_no_script_wrote_is_neither_emptied_nor_taken_for_episodes(tmp_path):

@@ -320,6 +320,10 @@ def test_training_starts_at_the_reference_and_learns_its_pairs(trained):
     assert lines[-1]["train/margin"] > 0
 
 
+def test_the_record_of_a_run_names_the_script_that_made_it(trained):
+    assert json.loads((trained / "run.json").read_text())["script"] == "train_policy.py"
+
+
 def test_a_model_with_dropout_learns_without_it(files, tiny, tmp_path):
     """With a rate of 0 and no NLL, every loss is that of the start."""
     model = shutil.copytree(tiny(), tmp_path / "model")
@@ -401,14 +405,3 @@ def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     texts = [TOKENIZER.decode(row.ids) for pairs in groups for pair in pairs for row in pair]
     assert len(texts) > 50
     assert not any(episodes[0]["task"]["ground_truth"] in text for text in texts)
-
-
-def test_a_run_of_other_ranked_candidates_is_not_resumed(trained, files, tiny, tmp_path):
-    shutil.copytree(trained, tmp_path / "out")
-    states, _ = read_candidates(files / "ranked.jsonl", ranked=True)
-    copy = tmp_path / "ranked.jsonl"
-    write_jsonl(copy, states[:-1])
-    done = run_script("train_policy.py", "--candidates", copy, "--model", tiny(),
-                      *flags(tmp_path / "out"), check=False)
-    assert done.returncode == 1 and "the output of another run" in done.stderr
-    assert json.loads((tmp_path / "out/run.json").read_text())["script"] == "train_policy.py"
