@@ -16,7 +16,7 @@ PATIENCE = 30  # seconds until a test fails that waits for ever
 
 
 def within(call, seconds=PATIENCE):
-    """What `call` returns; a failure if it waits for ever."""
+    """What `call` returns or raises; a failure if it waits for ever."""
     outcome = Future()
 
     def carry_out():

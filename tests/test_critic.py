@@ -218,15 +218,6 @@ def test_candidates_that_do_not_fit_after_their_prompt_are_no_rows():
     assert encode_candidates(tokenizer, dialogue("t" * 100), TEXTS, FINISHED, 80) is None
 
 
-def test_the_critic_reads_the_solution_before_the_request_and_only_if_it_is_to():
-    task = episode("t", 1.0)["task"]
-    messages = [{"role": "system", "content": "s"}, *dialogue("t", "q", "r")]
-    seen = critic_messages(task, messages)
-    assert task["ground_truth"] in seen[1]["content"] and seen[1]["content"].endswith("t")
-    assert [seen[0], *seen[2:]] == [messages[0], *messages[2:]]
-    assert critic_messages(task, messages, "none") == messages
-
-
 # -----------------------------------------------------------------------------
 # Pairs, tasks and batches
 
@@ -499,19 +490,6 @@ def test_more_steps_rank_again_also_after_a_ranking_that_was_killed(
         opened = Critic(tmp_path / "critic")  # on the device that ranked
         assert ranked[0]["advantages"] == pytest.approx(opened.advantages(
             *(ranked[0][key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
-
-
-def test_candidates_scored_together_score_as_each_alone_and_see_nothing_of_each_other(trained):
-    critic = Critic(str(trained[0] / "critic"), "cpu")
-    task = episode("t", 1.0)["task"]
-    texts = ["what is it?", "x", "tell me more about that", "what is it?"]
-    finished = [True, False, True, True]
-    together = critic.advantages(task, dialogue("t"), texts, finished)
-    alone = [critic.advantages(task, dialogue("t"), [text], [done])[0]
-             for text, done in zip(texts, finished, strict=True)]
-    assert together == pytest.approx(alone, abs=1e-5) and together[0] == together[3]
-    changed = critic.advantages(task, dialogue("t"), ["completely other", *texts[1:]], finished)
-    assert changed[1:] == pytest.approx(together[1:], abs=1e-5)
 
 
 def test_the_rankings_reference_sees_the_solution_unless_it_is_plain(trained):

@@ -112,20 +112,6 @@ def test_an_official_trajectory_file_loads_and_numbers_its_samples(tmp_path):
     assert first["task"]["task_id"] == second["task"]["task_id"]
 
 
-@pytest.mark.parametrize("change, found", [
-    ({"reward": None}, "'reward'"),
-    ({"reward": 7}, "reward 7"),
-    ({"dialogue_history": DIALOGUE[1:]}, "dialogue_history.0. of role 'assistant'"),
-    ({"dialogue_history": "text"}, "type str"),
-    ({"task": 3}, "type int"),
-    ({"dialogue_history": []}, "without an agent turn"),
-])
-def test_a_bad_episode_line_is_named(tmp_path, change, found):
-    row = {"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": 1.0}
-    with pytest.raises(SystemExit, match="line 2.*" + found):
-        read_episodes(write(tmp_path / "e.jsonl", row, row | change))
-
-
 def test_real_rows_load_and_survive_a_round_trip(real_data, tmp_path):
     tasks = read_tasks(real_data("colbench_backend_200.jsonl"))
     assert len(tasks) == 200
@@ -143,7 +129,8 @@ def test_no_privileged_byte_reaches_the_agent_and_the_critic_sees_it():
     view = agent_messages(DIALOGUE, "prompt")
     assert "SECRET" not in json.dumps(view) and "HIDDEN" not in json.dumps(view)
     privileged = critic_messages(task, view)
-    assert "SECRET" in privileged[1]["content"]
+    assert "SECRET" in privileged[1]["content"]  # before the request
+    assert privileged[1]["content"].endswith(view[1]["content"])
     assert privileged[2:] == view[2:] and privileged[0] == view[0]
     assert critic_messages(task, view, "none") == view
 

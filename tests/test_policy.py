@@ -349,13 +349,9 @@ def same_weights(a, b):
     return all(torch.allclose(two[name], value, atol=1e-5) for name, value in one.items())
 
 
-@pytest.mark.parametrize("processes, more", [
-    (1, ("--packed", "--micro_batch_size", 4)), (2, ("--packed", "--micro_batch_size", 2)),
-    (3, ())])
-def test_packing_ranks_and_micro_batches_do_not_change_the_weights(
-        trained, files, tiny, tmp_path, processes, more):
+def test_packing_ranks_and_micro_batches_do_not_change_the_weights(trained, files, tiny, tmp_path):
     run_script("train_policy.py", "--candidates", files / "ranked.jsonl", "--model", tiny(),
-               *flags(tmp_path / "out", *more), processes=processes)
+               *flags(tmp_path / "out", "--packed", "--micro_batch_size", 2), processes=2)
     assert same_weights(trained, tmp_path / "out")
 
 

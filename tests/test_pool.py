@@ -8,30 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 
 import pytest
 from conftest import ROOT
+from parties import within
 
 from speakers.pool import elsewhere, gather, run
 
 
-def within(seconds, call):
-    """What `call` returns or raises; a failure if it hangs."""
-    outcome = Future()
-
-    def carry_out():
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=carry_out, daemon=True).start()
-    return outcome.result(seconds)
-
-
-def results(function, jobs, size, seconds=20):
-    return within(seconds, lambda: sorted(run(function, jobs, size)))
+def results(function, jobs, size):
+    return within(lambda: sorted(run(function, jobs, size)))
 
 
 class Model:
@@ -82,7 +68,7 @@ def test_all_that_ask_a_model_are_one_batch_in_the_thread_that_iterates():
         iterating.append(threading.current_thread())
         return list(run(lambda number: gather(model.double, number), range(12), 4))
 
-    assert sorted(within(20, iterate)) == [2 * number for number in range(12)]
+    assert sorted(within(iterate)) == [2 * number for number in range(12)]
     assert [len(batch) for batch in model.batches] == [4, 4, 4]
     assert model.threads == set(iterating)
 
@@ -161,7 +147,7 @@ def test_what_a_job_or_a_model_raises_is_raised_by_the_run_and_no_thread_is_left
         return gather(compute, number)
 
     with pytest.raises(error, match="broken"):
-        within(20, lambda: list(run(job, range(50), 8)))
+        within(lambda: list(run(job, range(50), 8)))
     assert not threads_left(before)
 
 
@@ -176,7 +162,7 @@ def test_a_reader_that_stops_early_ends_the_jobs_and_they_do_nothing_more():
         went_on.append(number)
         return number
 
-    assert within(20, lambda: next(run(job, range(8), 8))) == 0
+    assert within(lambda: next(run(job, range(8), 8))) == 0
     assert not threads_left(before)
     assert went_on == []
 
@@ -277,5 +263,5 @@ def test_runs_that_end_at_random_moments_hang_nowhere_and_leave_no_thread(seed):
                 raise SystemExit("fatal")
 
     with pytest.raises(SystemExit, match="fatal"):
-        within(20, read)
+        within(read)
     assert not threads_left(before)

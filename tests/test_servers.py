@@ -712,27 +712,6 @@ def test_dialogues_are_the_same_with_a_fifth_of_the_calls_failing(impatient, tmp
     assert len({row["reward"] for row in rows}) > 1
 
 
-def test_a_wrong_key_when_a_run_grows_leaves_what_was_finished_before(impatient, tmp_path):
-    file, tasks = toy_tasks(tmp_path, 12)
-    episodes = tmp_path / "episodes.jsonl"
-
-    def run(human, num_tasks):
-        flags = ["--tasks", file, "--agent", "scripted", "--human", human.url, "--human_model",
-                 "human", "--num_tasks", num_tasks, "--samples_per_task", 1, "--output", episodes]
-        collect.main(collect.parse_args([str(flag) for flag in flags]))
-
-    with running(toy_answer(tasks)) as human:
-        run(human, 4)
-        before = list(ResumableJsonl.whole_rows(episodes))
-        human.RequestHandlerClass, human.status, human.answers = Unknown, 401, 0
-        with pytest.raises(SystemExit, match="answers no request .*HTTP 401"):
-            run(human, 12)
-    after = list(ResumableJsonl.whole_rows(episodes))
-    assert len(before) == 4 and after[:4] == before
-    assert all(row["error"] for row in after[4:])
-    assert not episodes.exists()  # it is not finished
-
-
 def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(
         impatient, tmp_path):
     file, tasks = toy_tasks(tmp_path, 3)
