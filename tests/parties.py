@@ -78,23 +78,15 @@ class Served(Speaker):
         self.line, self.held = line, held
         self.asked = []  # requests
         self.waiting = []
-        self.most = 0  # requests at a time
-        self.in_flight, self.lock, self.opened = 0, threading.Lock(), threading.Event()
+        self.opened = threading.Event()
 
     def reply(self, request):
-        with self.lock:
-            self.asked.append(request)
-            self.in_flight += 1
-            self.most = max(self.most, self.in_flight)
-        try:
-            with elsewhere():
-                if self.held(request):
-                    self.waiting.append(request)
-                    assert self.opened.wait(PATIENCE)
-                return self.reply_to(request)
-        finally:
-            with self.lock:
-                self.in_flight -= 1
+        self.asked.append(request)
+        with elsewhere():
+            if self.held(request):
+                self.waiting.append(request)
+                assert self.opened.wait(PATIENCE)
+            return self.reply_to(request)
 
     def open(self):
         """Answer all requests, and hold none any more."""
