@@ -1,9 +1,10 @@
 """The part of benchmark.py about rollouts against servers of unequal latency."""
 
+import itertools
 import time
 from collections import Counter
 
-from slow_server import slow_server
+from chat_server import latencies, talking_apart
 
 from colbench import DOMAINS
 from collect import Rules, play
@@ -56,14 +57,14 @@ def bench_served(quick):
     count, mean = (40, 0.02) if quick else (400, 0.3)
     in_flight = 64
     tasks = toy_tasks("toy:backend:train", count)
-    with slow_server(mean) as server:
-        agent, human = (ServerSpeaker(server.url, SpeakerSettings(name, batch_size=in_flight))
+    with talking_apart(mean) as url:
+        agent, human = (ServerSpeaker(url, SpeakerSettings(name, batch_size=in_flight))
                         for name in ("agent", "human"))
         seconds, episodes = played(tasks, agent, human, in_flight)
-        figures = server.figures()
     if any(episode["error"] for episode in episodes):
         raise SystemExit("found failed dialogues, expected none")
-    return seconds, figures["slept"] / in_flight
+    requests = sum(len(episode["dialogue_history"]) - 1 for episode in episodes)
+    return seconds, sum(itertools.islice(latencies(mean), requests)) / in_flight
 
 
 def bench_overlap(folder, quick):
@@ -82,9 +83,9 @@ def bench_overlap(folder, quick):
     def agent():
         return LocalSpeaker(folder, settings, model.model, model.tokenizer)
 
-    with slow_server(mean) as server:
+    with talking_apart(mean) as url:
         def human():
-            return ServerSpeaker(server.url, SpeakerSettings("human", batch_size=in_flight))
+            return ServerSpeaker(url, SpeakerSettings("human", batch_size=in_flight))
 
         together, episodes = played(tasks, agent(), human(), in_flight, turns)
         agent_alone, again = played(tasks, agent(), Recorded(episodes, "user"), in_flight, turns)

@@ -10,9 +10,9 @@ import shutil
 from collections import Counter
 
 import pytest
+from chat_server import running
 from commands import check_command, record
 from conftest import ROOT, metrics, run_module, run_script
-from test_servers import running
 
 from formats.read import read_candidates
 from toy.world import SCRIPTED, toy_tasks

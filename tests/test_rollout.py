@@ -10,11 +10,11 @@ import threading
 import time
 
 import pytest
+from chat_server import talking
 from conftest import episode, read_rows, run_script, write_rows
 from parties import (
     INDEX, RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, index_of, played,
     within)
-from slow_server import slow_server
 
 import collect
 import speakers
@@ -123,7 +123,7 @@ def collected(folder, url, batch_size, agent=None, more=()):
 
 
 def test_two_served_parties_give_the_same_bytes_at_any_batch_size_and_order_of_arrival(tmp_path):
-    with slow_server(mean=0.01) as server:  # its latencies are drawn anew for each request
+    with talking(mean=0.01) as server:
         texts = [collected(tmp_path / str(run), server.url, batch_size)
                  for run, batch_size in enumerate([1, 5, 24, 24])]
     rows = [json.loads(line) for line in texts[0].splitlines()]
@@ -134,7 +134,7 @@ def test_two_served_parties_give_the_same_bytes_at_any_batch_size_and_order_of_a
 
 def test_a_local_agent_and_a_served_human_give_the_same_bytes_at_any_batch_size(tmp_path, tiny):
     more = ["--max_new_tokens", 6, "--max_turns", 3]
-    with slow_server(mean=0.01) as server:
+    with talking(mean=0.01) as server:
         texts = [collected(tmp_path / str(run), server.url, batch_size, tiny(), more)
                  for run, batch_size in enumerate([1, 5, 24, 24])]
     assert texts[0].count("\n") == 24

@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from chat_server import FAULTS, TIMEOUT, Handler, running
 from conftest import ROOT, episode, read_rows, write_rows
 from parties import ask_all
 
@@ -28,7 +28,6 @@ import speakers
 from colbench import without_thoughts
 from runtime.files import ResumableJsonl
 from runtime.names import check_spec
-from runtime.seeds import derive_seed
 from speakers import load_speaker
 from speakers.interface import (
     Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up)
@@ -37,125 +36,8 @@ from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker
 from toy.world import SCRIPTED
 from toy.world import toy_tasks as tasks_of
 
-TIMEOUT = 0.6  # of the client, in seconds
-FAULTS = (
-    "429", "500", "503", "error without end", "cut body", "not JSON", "not an object",
-    "empty choices", "no text", "silence", "closed connection", "drops", "brackets",
-)
-SENSELESS_BODIES = {
-    "not JSON": b"<html>",
-    "not an object": b'["choices"]',
-    "empty choices": b'{"choices": []}',
-    "no text": b'{"choices": [{"message": {"content": null}}]}',
-    "brackets": b"[" * 100_000,
-}
-
 # -----------------------------------------------------------------------------
-# The server
-
-
-class Server(ThreadingHTTPServer):
-    """Answers from (messages, seed) alone, except for a seeded share of calls, which fail.
-
-    After `dies_after` calls, all of them fail. `models` are the names that it lists under
-    `path`/models; with None it has no list.
-    """
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, answer, fault_rate=0.0, faults=FAULTS, dies_after=None, models=None):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.models = models
-        self.answer = answer
-        self.fault_rate, self.faults, self.dies_after = fault_rate, faults, dies_after
-        self.draw, self.lock, self.calls = random.Random(0), threading.Lock(), 0
-        self.seen_faults, self.seen_keys, self.seen_models = set(), set(), set()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-
-    def fault(self):
-        with self.lock:
-            self.calls += 1
-            if self.dies_after is not None and self.calls > self.dies_after:
-                return "503"
-            fault = None
-            if self.draw.random() < self.fault_rate:
-                fault = self.draw.choice(self.faults)
-            self.seen_faults.add(fault)
-            return fault
-
-    def handle_error(self, request, client_address):
-        """Silent: some clients hang up on purpose."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        """Silent."""
-
-    def do_GET(self):
-        self.server.seen_keys.add(self.headers.get("Authorization"))
-        if self.server.models is None or self.path != "/v1/models":
-            self.reply(404, b"not found")
-            return
-        rows = [{"id": name, "object": "model"} for name in self.server.models]
-        self.reply(200, json.dumps({"object": "list", "data": rows}).encode())
-
-    def do_POST(self):
-        body = self.body()
-        key = self.headers.get("Authorization")
-        self.server.seen_keys.add(key)
-        self.server.seen_models.add(body["model"])
-        fault = self.server.fault()
-        choices = []
-        for index in range(body["n"]):
-            text = self.server.answer(body, derive_seed(body["seed"], index))
-            message = {"role": "assistant", "content": text}
-            choices.append({"message": message, "finish_reason": "stop"})
-        whole = json.dumps({"choices": choices}).encode()
-        if fault == "closed connection":
-            self.close_connection = True
-        elif fault == "silence":
-            time.sleep(2 * TIMEOUT)
-        elif fault == "error without end":
-            self.reply(500, b"{", length=100)
-            self.wfile.flush()
-            time.sleep(2 * TIMEOUT)
-        elif fault == "drops":  # each arrives in time, the whole does not
-            self.reply(200, b"", length=len(whole) + 8)
-            with contextlib.suppress(OSError):  # the client hangs up
-                for drop in [b" "] * 8 + [whole]:
-                    self.wfile.write(drop)
-                    time.sleep(TIMEOUT / 3)
-        elif fault == "cut body":
-            self.reply(200, whole[:len(whole) // 2], length=len(whole))
-        elif fault in ("429", "500", "503"):
-            self.reply(int(fault), f"busy, {key}".encode())
-        else:
-            self.reply(200, SENSELESS_BODIES.get(fault, whole))
-
-    def body(self):
-        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-
-    def reply(self, status, body, length=None, headers=()):
-        self.send_response(status)
-        for name, value in headers:
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@contextlib.contextmanager
-def running(answer, **options):
-    server = Server(answer, **options)
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+# What the servers answer
 
 
 def echo(body, seed):
