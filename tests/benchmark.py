@@ -281,8 +281,7 @@ def print_growth(world, quick, repeats):
 
 
 SECTIONS = (
-    "judge", "start", "policy", "scoring", "critic", "packed", "sampling", "rollout", "growth",
-    "servers")
+    "judge", "start", "policy", "scoring", "critic", "sampling", "rollout", "growth", "servers")
 
 
 def parse_args(argv=None):
@@ -310,12 +309,9 @@ def main(args):
             import benchmark_models
 
             world = benchmark_models.own_world(args.quick, folder)
-            toy = benchmark_models.toy_world(folder)
             for section, bench in benchmark_models.BENCHES.items():
                 if section in args.only:
                     lines += bench(world, args.quick, repeats)
-            if "packed" in args.only:
-                lines += benchmark_models.bench_packed(toy, args.quick, repeats, "_toy")
         print("", *table(lines), sep="\n", flush=True)
         if "start" in args.only:
             print_start(repeats)
@@ -324,7 +320,8 @@ def main(args):
         if "servers" in args.only:
             from benchmark_servers import print_servers
 
-            print_servers(str(toy.critic), args.quick, min(repeats, 3))
+            toy = benchmark_models.toy_world(folder).critic
+            print_servers(str(toy), args.quick, min(repeats, 3))
 
 
 if __name__ == "__main__":

@@ -347,15 +347,10 @@ def bench_policy(world, quick, repeats):
 # Critic: scoring 16 candidates, and a training step on a pair of dialogues
 
 
-def open_critic(world, draw):
-    """(critic, its task, messages and 16 texts)."""
-    critic = train_critic.Critic(world.critic, "cpu")
-    task = {"ground_truth": words(world.prompt // 16, draw)}
-    return critic, task, messages_of(world.prompt, draw), texts_of(world.turn, 16, draw)
-
-
 def bench_scoring(world, quick, repeats):
-    critic, task, messages, texts = open_critic(world, random.Random(1))
+    critic, draw = train_critic.Critic(world.critic, "cpu"), random.Random(1)
+    task = {"ground_truth": words(world.prompt // 16, draw)}
+    messages, texts = messages_of(world.prompt, draw), texts_of(world.turn, 16, draw)
     seen = train_critic.critic_messages(task, messages)
     rows = [train_critic.Row(*one) for one in encode_candidates(
         critic.tokenizer, seen, texts, [True] * len(texts), MAX_LENGTH)]
@@ -437,38 +432,6 @@ def bench_critic(world, quick, repeats):
         Line("critic_vs_single_forward", setting + "a forward a dialogue, with all logits",
              figures["packed"], figures["a forward a dialogue"], 1.0),
     ]
-
-
-# -----------------------------------------------------------------------------
-# What --packed gains over the plain functions of the scripts
-
-
-def bench_packed(world, quick, repeats, suffix=""):
-    """Steps on a task's three pairs and on a state's four, together and one by one; ranking."""
-    draw, lines = random.Random(5), []
-    workloads = (
-        ("critic", critic_step, critic_pairs(world.tokenizer, world.dialogue, 4, draw),
-         f"critic step, 3 pairs of a task, dialogues of {world.dialogue}"),
-        ("policy", policy_step, policy_pairs(world.tokenizer, world.prompt, world.turn, draw),
-         f"DPO step, 4 pairs of a state, prompt {world.prompt}, turns to {world.turn}"))
-    for key, step, pairs, setting in workloads:
-        with_reference(world.reference, pairs)
-        for at_once, name in ((len(pairs), "group"), (1, "pair")):
-            figures = training_steps({
-                f"{key} packed": (world.model, with_packed(step, world.model, pairs, at_once)),
-                f"{key} plain": (world.model, functools.partial(step, world.model, pairs, at_once)),
-            }, repeats)
-            lines.append(Line(f"{key}_{name}_vs_plain{suffix}", f"{setting}, {at_once} a forward",
-                              figures[f"{key} packed"], figures[f"{key} plain"], 1.0))
-    critic, *state = open_critic(world, draw)
-    plain = functools.partial(critic.advantages, *state, [True] * 16)
-    ours = with_packed(plain)
-    check("advantages, packed and plain", ours(), plain(), 1e-3)
-    figures = interleaved({"packed": ours, "plain": plain}, repeats)
-    setting = f"ranking 16 candidates to {world.turn} tokens, prompt {world.prompt}"
-    lines.append(Line(f"rank16_vs_plain{suffix}", setting, figures["packed"], figures["plain"],
-                      1.0))
-    return lines
 
 
 # -----------------------------------------------------------------------------
@@ -595,7 +558,6 @@ BENCHES = {
     "policy": bench_policy,
     "scoring": bench_scoring,
     "critic": bench_critic,
-    "packed": bench_packed,
     "sampling": bench_sampling,
     "rollout": bench_rollout,
 }

@@ -15,7 +15,6 @@ PREFIXES = {  # section of the benchmark -> how the keys of its lines begin
     "policy": "policy_",
     "scoring": "score",
     "critic": "critic_vs_",
-    "packed": "rank16_vs_plain",
     "sampling": "sample",
     "rollout": "rollout_vs_",
     "growth": "growth",
