@@ -286,6 +286,16 @@ def weights(folder):
     return load_file(f"{folder}/model.safetensors")
 
 
+def differing_weights(a, b, tolerance=0.0):
+    """The names of the tensors that are not the same in two checkpoint directories."""
+    import torch
+
+    one, two = weights(a), weights(b)
+    assert one.keys() == two.keys()
+    same = functools.partial(torch.allclose, atol=tolerance) if tolerance else torch.equal
+    return [name for name, value in one.items() if not same(two[name], value)]
+
+
 def metrics(folder):
     """The lines of a training run's metrics.jsonl."""
     return read_rows(f"{folder}/metrics.jsonl")
