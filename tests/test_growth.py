@@ -87,14 +87,6 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     assert not (tmp_path / "cut/resume").exists()
 
 
-def test_max_steps_does_not_compress_the_learning_rate_schedule(tiny, tmp_path):
-    episodes = write_episodes(tmp_path / "episodes.jsonl")
-    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "cut", "--max_steps", 3))
-    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole"))
-    rates = [[line["optim/lr"] for line in metrics(tmp_path / name)] for name in ("cut", "whole")]
-    assert rates[0] == rates[1][:3] and len(rates[1]) > 3
-
-
 def test_a_server_may_move_if_its_model_has_a_name_that_stays():
     flags = {"human": "http://one:8000/v1", "human_model": "llama"}
     moved = flags | {"human": "http://two:8000/v1"}

@@ -340,24 +340,16 @@ def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_pat
     assert not (tmp_path / "policy").exists()
 
 
-def test_an_unfinished_rollout_is_no_input(tmp_path):
+def test_an_unfinished_rollout_or_ranking_is_no_input(tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
-    for left in ("episodes.jsonl.rank0", "other.jsonl.rank1"):
+    for left, read in (("episodes.jsonl.rank0", read_episodes),
+                       ("other.jsonl.rank1", read_episodes), ("c.jsonl.rank1", read_candidates)):
         shutil.copy(episodes, tmp_path / left)
         path = tmp_path / left.rsplit(".", 1)[0]
         with pytest.raises(SystemExit, match=f"{path}: found {left} beside it.*rerun its command"):
-            read_episodes(path)
+            read(path)
     (tmp_path / "episodes.jsonl.rank0").unlink()
     assert read_episodes(episodes)
-
-
-def test_an_unfinished_ranking_is_no_input(tiny, tmp_path):
-    episodes = write_episodes(tmp_path / "episodes.jsonl")
-    shutil.copy(episodes, tmp_path / "candidates.jsonl.rank1")
-    result = run_script(
-        "train_policy.py", "--candidates", tmp_path / "candidates.jsonl", "--model", tiny(),
-        "--output", tmp_path / "policy", check=False)
-    assert result.returncode == 1 and "found candidates.jsonl.rank1 beside it" in result.stderr
 
 
 @pytest.mark.parametrize("folder", ["file/critic", "file"])

@@ -35,12 +35,6 @@ def test_dpo_is_log_2_at_the_start_and_equals_the_formula_elsewhere():
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-0.5 * ((-3 + 4) - (-7 + 5)))))
 
 
-def test_dpo_raises_the_chosen_and_lowers_the_rejected():
-    sides = [torch.tensor([-2.0], requires_grad=True) for _ in range(2)]
-    dpo_loss(*sides, 1.0).sum().backward()
-    assert sides[0].grad < 0 < sides[1].grad
-
-
 TEXTS = list("abcdefgh")
 ADVANTAGES = [0.1, 0.8, 0.3, 0.6, 0.5, 0.4, 0.7, 0.2]
 

@@ -103,9 +103,13 @@ def test_the_sandbox_and_the_browser_need_the_standard_library_alone(name):
         assert own or room_of(module) in sys.stdlib_module_names, module
 
 
-def test_importing_colbench_needs_the_standard_library_alone():
-    heavy = ("torch", "transformers", "numpy", "PIL", "tqdm")
-    code = f"import sys, colbench; print(*[name for name in {heavy} if name in sys.modules])"
+@pytest.mark.parametrize("code, heavy", [
+    ("import colbench", {"torch", "transformers", "numpy", "PIL", "tqdm"}),
+    ("import evaluate", {"torch", "transformers"}),
+    ("from speakers import load_speaker, server; load_speaker('scripted')", {"torch"}),
+])
+def test_what_needs_no_model_loads_no_library_of_models(code, heavy):
+    code += f"; import sys; print(*{heavy} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True,
                           text=True)
     assert done.stdout.split() == []
