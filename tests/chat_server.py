@@ -37,15 +37,16 @@ class Server(ThreadingHTTPServer):
 
     After `dies_after` calls, all of them fail. `models` are the names that it lists under
     `path`/models; with None it has no list. With `mean`, replies take unequally long, on average
-    so many seconds.
+    so many seconds. A `handler` of a test's own finds what it needs in `more`.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
     def __init__(self, answer, fault_rate=0.0, faults=FAULTS, dies_after=None, models=None,
-                 mean=0.0):
-        super().__init__(("127.0.0.1", 0), Handler)
+                 mean=0.0, handler=None, **more):
+        super().__init__(("127.0.0.1", 0), handler or Handler)
+        vars(self).update(more)
         self.models = models
         self.answer = answer
         self.fault_rate, self.faults, self.dies_after = fault_rate, faults, dies_after

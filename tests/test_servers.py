@@ -119,8 +119,7 @@ class OneChoice(Handler):
 
 
 def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
-    with running(echo) as server:
-        server.RequestHandlerClass = OneChoice
+    with running(echo, handler=OneChoice) as server:
         answers = ask_all(load_speaker(server.url), CONVERSATIONS[:2], n=3)
     for utterances in answers:
         assert len({utterance.text for utterance in utterances}) == 3
@@ -142,8 +141,7 @@ class OnlyOne(Handler):
 
 
 def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
-    with running(echo) as server:
-        server.RequestHandlerClass = OnlyOne
+    with running(echo, handler=OnlyOne) as server:
         speaker = load_speaker(server.url)
         with pytest.raises(SpeakerError, match="HTTP 400"):
             speaker.reply(Request([{"role": "user", "content": "too long"}], 3))
@@ -174,8 +172,7 @@ THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
 ])
 def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(
         impatient, message, reason, text):
-    with running(echo) as server:
-        server.RequestHandlerClass, server.message, server.reason = OneMessage, message, reason
+    with running(echo, handler=OneMessage, message=message, reason=reason) as server:
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.finished == (reason == "stop")
     assert without_thoughts(utterance.text) == text
@@ -216,8 +213,7 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
         impatient, monkeypatch, status):
     monkeypatch.setattr(Refusing, "calls", 0)
     monkeypatch.setattr(Refusing, "status", status)
-    with running(echo) as server:
-        server.RequestHandlerClass = Refusing
+    with running(echo, handler=Refusing) as server:
         speaker = load_speaker(server.url)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
         for _ in range(2):
@@ -231,8 +227,7 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
 def test_a_server_that_has_refused_all_of_many_requests_is_given_up(monkeypatch):
     monkeypatch.setattr(Refusing, "calls", 0)
     monkeypatch.setattr(Refusing, "answered", 0)
-    with running(echo) as server:
-        server.RequestHandlerClass = Refusing
+    with running(echo, handler=Refusing) as server:
         speaker = load_speaker(server.url)
         for conversation in CONVERSATIONS:
             assert isinstance(ask_all(speaker, [conversation])[0], SpeakerError)
@@ -254,8 +249,7 @@ def sampled(folder, url, turns):
 def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
         monkeypatch, tmp_path):
     monkeypatch.setattr(Refusing, "answered", 0)
-    with running(echo) as server:
-        server.RequestHandlerClass = Refusing
+    with running(echo, handler=Refusing) as server:
         with pytest.raises(SystemExit, match="everything failed; expected agent, human"):
             sampled(tmp_path, server.url, turns=3)
         with pytest.raises(SystemExit, match="answers no request .*HTTP 400: too long"):
@@ -288,11 +282,8 @@ class Unknown(Handler):
         self.reply(self.server.status, b"no such thing")
 
 
-@contextlib.contextmanager
 def unknown(status, answers=0):
-    with running(echo) as server:
-        server.RequestHandlerClass, server.status, server.answers = Unknown, status, answers
-        yield server
+    return running(echo, handler=Unknown, status=status, answers=answers)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302, 308])
@@ -339,12 +330,8 @@ class Busy(Handler):
             super().do_POST()
 
 
-@contextlib.contextmanager
-def busy(calls, status, retry_after):
-    with running(echo) as server:
-        server.RequestHandlerClass = Busy
-        server.limit = (calls, status, retry_after)
-        yield server
+def busy(*limit):
+    return running(echo, handler=Busy, limit=limit)
 
 
 def paused(monkeypatch):
@@ -398,8 +385,7 @@ class BusyForOne(Handler):
 
 
 def test_the_retries_of_one_request_hold_up_no_other_one():
-    with running(echo) as server:
-        server.RequestHandlerClass = BusyForOne
+    with running(echo, handler=BusyForOne) as server:
         speaker = ServerSpeaker(server.url, SpeakerSettings(batch_size=40))
         requests = [Request(conversation) for conversation in CONVERSATIONS]
         answered = (answer[0].text for answer in run_jobs(speaker.reply, requests, 40))
@@ -419,8 +405,7 @@ def test_a_run_that_fails_does_not_wait_for_requests_under_way():
                 raise SystemExit("no space left")
             speaker.reply(Request([{"role": "user", "content": "question 0"}]))
         list(run(job, range(2), 2))"""
-    with running(echo) as server:
-        server.RequestHandlerClass = BusyForOne
+    with running(echo, handler=BusyForOne) as server:
         done = subprocess.run([sys.executable, "-c", program, server.url], cwd=ROOT, timeout=20,
                               capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "no space left\n"
@@ -509,8 +494,7 @@ class Unlisted(Handler):
 ])
 @pytest.mark.parametrize("name", [None, "org/model"])
 def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, name):
-    with running(echo) as server:
-        server.RequestHandlerClass, server.get = Unlisted, get
+    with running(echo, handler=Unlisted, get=get) as server:
         answers = ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
     assert all(isinstance(answer[0], Utterance) for answer in answers)
     assert server.seen_models == {name}
@@ -519,8 +503,7 @@ def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, 
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_a_server_without_a_list_is_not_asked_for_it_again(monkeypatch, status):
     pauses = paused(monkeypatch)
-    with running(echo) as server:
-        server.RequestHandlerClass, server.get = Unlisted, (status, b"")
+    with running(echo, handler=Unlisted, get=(status, b"")) as server:
         load_speaker(server.url)
     assert pauses == []
 
@@ -542,8 +525,7 @@ class FaultyList(Handler):
 
 def test_the_check_survives_faults_of_the_server(impatient):
     for faults in (["closed connection", (503, b""), (429, b"")], ["silence", (200, b"<html>")]):
-        with running(echo, models=["a", "b"]) as server:
-            server.RequestHandlerClass, server.list_faults = FaultyList, faults
+        with running(echo, handler=FaultyList, list_faults=faults, models=["a", "b"]) as server:
             with pytest.raises(SystemExit, match="found 2 models"):
                 load_speaker(server.url)
 
@@ -701,12 +683,10 @@ class SteeringEarlier(Handler):
 
 
 def test_what_a_server_says_does_not_steer_the_terminal(impatient):
-    with running(echo) as server:
-        server.RequestHandlerClass = SteeringEarlier
+    with running(echo, handler=SteeringEarlier) as server:
         error = ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0]
     assert "BadStatusLine" in str(error) and "\x1b" not in str(error)
-    with running(echo, models=["a\x1b[2J", "b"]) as server:
-        server.RequestHandlerClass = Steering
+    with running(echo, handler=Steering, models=["a\x1b[2J", "b"]) as server:
         with pytest.raises(SystemExit) as end:
             load_speaker(server.url)
         settings = SpeakerSettings(model_name="b")
@@ -729,8 +709,7 @@ class Wordy(Handler):
 def test_the_cut_of_a_long_error_leaves_no_part_of_the_api_key(
         impatient, monkeypatch, words_before):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
-    with running(echo) as server:
-        server.RequestHandlerClass, server.words_before = Wordy, words_before
+    with running(echo, handler=Wordy, words_before=words_before) as server:
         error = ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0]
     assert "HTTP 400: ..." in str(error)
     assert "sk" not in str(error)
@@ -762,8 +741,7 @@ class Moved(Handler):
 
 def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
-    with running(echo) as server, running(echo) as other:
-        server.RequestHandlerClass, server.elsewhere = Moved, other.url
+    with running(echo) as other, running(echo, handler=Moved, elsewhere=other.url) as server:
         speaker = load_speaker(server.url)
         assert "HTTP 302" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
         assert other.seen_keys == set()
