@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import random
 import socket
@@ -194,46 +195,43 @@ def test_an_address_that_can_be_none_is_refused_at_once(address):
 
 
 class Refusing(Handler):
-    """Finds every request wrong after `answered` others, and counts them."""
-
-    calls, status, answered = 0, 400, 1
+    """Says `status` to every request after so many `answers`; all of them are `calls`."""
 
     def do_POST(self):
-        with self.server.lock:
-            Refusing.calls += 1
-        if Refusing.calls <= Refusing.answered:
+        if self.server.calls < self.server.answers:
             super().do_POST()
             return
+        with self.server.lock:
+            self.server.calls += 1
         self.body()
-        self.reply(Refusing.status, b"too long")
+        self.reply(self.server.status, b"no such thing")
+
+
+def refusing(status, answers=0):
+    return running(echo, handler=Refusing, status=status, answers=answers)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(
-        impatient, monkeypatch, status):
-    monkeypatch.setattr(Refusing, "calls", 0)
-    monkeypatch.setattr(Refusing, "status", status)
-    with running(echo, handler=Refusing) as server:
+def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(impatient, status):
+    with refusing(status, answers=1) as server:
         speaker = load_speaker(server.url)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
         for _ in range(2):
             errors = ask_all(speaker, CONVERSATIONS)
             for error in errors:
                 assert isinstance(error, SpeakerError) and error.refused
-                assert f"HTTP {status}: too long" in str(error)
-    assert Refusing.calls == 81
+                assert f"HTTP {status}: no such thing" in str(error)
+    assert server.calls == 81
 
 
-def test_a_server_that_has_refused_all_of_many_requests_is_given_up(monkeypatch):
-    monkeypatch.setattr(Refusing, "calls", 0)
-    monkeypatch.setattr(Refusing, "answered", 0)
-    with running(echo, handler=Refusing) as server:
+def test_a_server_that_has_refused_all_of_many_requests_is_given_up():
+    with refusing(400) as server:
         speaker = load_speaker(server.url)
         for conversation in CONVERSATIONS:
             assert isinstance(ask_all(speaker, [conversation])[0], SpeakerError)
         with pytest.raises(SystemExit, match="a server that answers no request .*HTTP 400"):
             stop_if_given_up(speaker)
-    assert Refusing.calls == MAX_FAILURES_IN_A_ROW < len(CONVERSATIONS)
+    assert server.calls == MAX_FAILURES_IN_A_ROW < len(CONVERSATIONS)
 
 
 def sampled(folder, url, turns):
@@ -246,15 +244,13 @@ def sampled(folder, url, turns):
     return read_rows(output)
 
 
-def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(
-        monkeypatch, tmp_path):
-    monkeypatch.setattr(Refusing, "answered", 0)
-    with running(echo, handler=Refusing) as server:
+def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(tmp_path):
+    with refusing(400) as server:
         with pytest.raises(SystemExit, match="everything failed; expected agent, human"):
             sampled(tmp_path, server.url, turns=3)
-        with pytest.raises(SystemExit, match="answers no request .*HTTP 400: too long"):
+        with pytest.raises(SystemExit, match="answers no request .*HTTP 400: no such thing"):
             sampled(tmp_path, server.url, turns=60)
-        server.RequestHandlerClass = Handler
+        server.answers = math.inf
         rows = sampled(tmp_path, server.url, turns=60)
     assert len(rows) == 60 and not any(row["error"] for row in rows)
 
@@ -271,31 +267,16 @@ def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
             stop_if_given_up(speaker)
 
 
-class Unknown(Handler):
-    """Knows no such path, or no such key: `status` is what it says, after `answers` answers."""
-
-    def do_POST(self):
-        if self.server.calls < self.server.answers:
-            super().do_POST()
-            return
-        self.body()
-        self.reply(self.server.status, b"no such thing")
-
-
-def unknown(status, answers=0):
-    return running(echo, handler=Unknown, status=status, answers=answers)
-
-
 @pytest.mark.parametrize("status", [401, 403, 404, 302, 308])
 def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_were_answered(
         impatient, status):
-    with unknown(status) as server:
+    with refusing(status) as server:
         speaker = load_speaker(server.url)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0], SpeakerError)
         message = f"{server.url}: HTTP {status}: no such thing.*correct its address, .*OPENAI_API"
         with pytest.raises(SystemExit, match=message):
             stop_if_given_up(speaker)
-    with unknown(status, answers=1) as server:
+    with refusing(status, answers=1) as server:
         speaker = load_speaker(server.url)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
         assert isinstance(ask_all(speaker, CONVERSATIONS[1:2])[0], SpeakerError)
@@ -605,7 +586,7 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
     def answer(body, seed):  # some dialogues end without a human reply
         return "I WANT TO ANSWER: x" if "Ticket 1" in str(body["messages"]) else "What?"
 
-    with running(answer) as agent, unknown(404) as wrong:
+    with running(answer) as agent, refusing(404) as wrong:
         with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
             run(agent, wrong.url)
         assert all(row["error"] for row in ResumableJsonl.whole_rows(episodes))
