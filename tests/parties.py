@@ -115,17 +115,16 @@ class Failing(Served):
 
 
 class Local(Speaker):
-    """A speaker that computes in this process; it writes down its batches."""
+    """A speaker that computes in this process; it calls `note` for each batch."""
 
-    def __init__(self, line, name="", batches=None, note=lambda: None):
-        self.line, self.name, self.note = line, name, note
-        self.batches = [] if batches is None else batches  # (name, size, what `note` found)
+    def __init__(self, line, note=lambda: None):
+        self.line, self.note = line, note
 
     def reply(self, request):
         return gather(self.speak, request)
 
     def speak(self, requests):
-        self.batches.append((self.name, len(requests), self.note()))
+        self.note()
         return [utterances(self.line, request) for request in requests]
 
 
@@ -151,19 +150,19 @@ class HeldJudge:
         self.opened.set()
 
 
-def played(agent, human, judge, count, in_flight, last=lambda: None, ended=None):
+def played(agent, human, judge, count, in_flight, last=lambda: None):
     """(the indices of the tasks in the order in which their dialogues end, the episodes).
 
-    `last` is called once all dialogues but one have ended; `ended` is another (number, function).
+    `last` is called once all dialogues but one have ended.
     """
-    at = {count - 1: last} | dict([ended] if ended else [])
     episodes = []
 
     def iterate():
         for episode in run(lambda task: play(task, 0, agent, human, judge, RULES), TASKS[:count],
                            in_flight):
             episodes.append(episode)
-            at.get(len(episodes), lambda: None)()
+            if len(episodes) == count - 1:
+                last()
 
     within(iterate)
     return [INDEX[episode["task"]["task_id"]] for episode in episodes], episodes

@@ -415,8 +415,9 @@ def test_a_complete_critic_ranks_without_training_whatever_ranks_and_packing(tra
     critic, candidates = trained[0] / "critic", write_candidates(tmp_path / "candidates.jsonl")
     before = (critic / "model.safetensors").stat().st_mtime
     for name, processes, more in (("one", 1, ()), ("two", 2, ("--packed",))):
-        run_script("train_critic.py", "--output", critic, "--candidates", candidates,
-                   "--ranked", tmp_path / name, *more, processes=processes)
+        done = run_script("train_critic.py", "--output", critic, "--candidates", candidates,
+                          "--ranked", tmp_path / name, *more, processes=processes)
+        assert "6 ranked states" in done.stdout
     assert (critic / "model.safetensors").stat().st_mtime == before
     ranked, again = read_rows(tmp_path / "one"), read_rows(tmp_path / "two")
     assert [{key: state[key] for key in state.keys() - {"advantages", "ranker"}}
@@ -438,16 +439,6 @@ def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
                           "--ranked", tmp_path / "ranked", check=states == 2)
     assert done.returncode == 1 and "choose another --ranked" in done.stderr
     assert len(read_rows(tmp_path / "ranked")) == 2
-
-
-def test_training_and_ranking_are_one_command(trained, tiny, tmp_path):
-    candidates = write_candidates(tmp_path / "candidates.jsonl")
-    command = flags(trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic",
-                    "--candidates", candidates)
-    run_script("train_critic.py", *command)
-    assert len(read_rows(tmp_path / "critic/ranked.jsonl")) == 6
-    done = run_script("train_critic.py", *command)
-    assert "training is complete" in done.stdout and "6 ranked states" in done.stdout
 
 
 def test_a_state_that_is_too_long_has_no_advantages(trained):

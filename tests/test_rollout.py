@@ -83,23 +83,10 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
 # Local speakers
 
 
-def test_a_local_agent_goes_on_with_those_whose_replies_have_come():
-    human = Served(human_line, held=lambda request: index_of(request) < 5)
-    agent = Local(asker(lambda key: 2), note=lambda: len(human.waiting))
-    order, _ = played(agent, human, HeldJudge(), 8, 8, ended=(3, human.open))
-    assert agent.batches[0] == ("", 8, 0)
-    # the three go on, in one batch or in several, while five replies are under way
-    while_others_wait = [size for _, size, waiting in agent.batches[1:] if waiting == 5]
-    assert sum(while_others_wait) == 3
-    assert sum(size for _, size, _ in agent.batches) == 16
-    assert sorted(order[:3]) == [5, 6, 7]
-
-
 def test_two_local_speakers_alternate_when_dialogues_end_at_different_times():
-    batches = []
-    agent = Local(asker(lambda key: 1 + INDEX[key[0]] % 5), "agent", batches)
-    played(agent, Local(human_line, "human", batches), HeldJudge(), 40, 8)
-    names = [name for name, _, _ in batches]
+    names = []
+    agent = Local(asker(lambda key: 1 + INDEX[key[0]] % 5), lambda: names.append("agent"))
+    played(agent, Local(human_line, lambda: names.append("human")), HeldJudge(), 40, 8)
     alternations = sum(one != other for one, other in zip(names, names[1:], strict=False))
     assert alternations > 0.8 * len(names)
     turns = sum(1 + index % 5 for index in range(40))
