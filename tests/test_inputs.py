@@ -205,7 +205,7 @@ def test_a_mutated_file_is_refused_with_file_and_line_or_read_right(tmp_path, ki
     ({"error": True}, "'error'"),
     ({"agent_prompt": []}, "'agent_prompt'"),
     ({"reasons": "all passed"}, "'reasons'"),
-    ({"dialogue_history": dialogue("t", "q")[1:]}, "no message of role"),
+    ({"dialogue_history": dialogue("t", "q")[1:]}, "dialogue_history.0. of role 'assistant'"),
     ({"dialogue_history": "text"}, "'dialogue_history' of type str"),
     ({"dialogue_history": []}, "without an agent turn"),
     ({"task": 3}, "'task' of type int"),
