@@ -27,6 +27,7 @@ library.
 """
 
 import base64
+import itertools
 import re
 import typing
 
@@ -46,8 +47,8 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human
 def split_message(task, text, last_turn):
     """(what the human reads, the answer or None) of one agent message, without its thoughts.
 
-    What follows ANSWER_MARKER ("I WANT TO ANSWER:") is the answer, up to the next one. If the last
-    turn lacks the marker, its whole message is the answer.
+    The answer stands after ANSWER_MARKER ("I WANT TO ANSWER:"), up to the next marker if there is
+    one. If the last turn lacks the marker, its whole message is the answer.
     """
     content = without_thoughts(text) or ""
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
@@ -55,7 +56,7 @@ def split_message(task, text, last_turn):
     if ANSWER_MARKER in content:
         after = [part.strip() for part in content.split(ANSWER_MARKER)[1:]]
         return content, next(filter(None, after), "")  # some models write the marker twice
-    return content, content if last_turn else None
+    return content, (content if last_turn else None)
 
 
 THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
@@ -145,11 +146,10 @@ def custom_prompt(records):
     prompts = set()
     for record in records:
         prompt, domain = record.get("agent_prompt"), DOMAINS[record["task"]["domain"]]
-        for own in filter(None, (domain.agent_prompt, domain.one_turn_prompt)):
-            with_number = re.escape(own).replace(r"\{max_turns\}", r"\d+")
-            if prompt and re.fullmatch(with_number, prompt):
-                prompt = None
-        prompts.add(prompt)
+        patterns = [re.escape(own).replace(r"\{max_turns\}", r"\d+")
+                    for own in (domain.agent_prompt, domain.one_turn_prompt) if own]
+        is_own = prompt and any(re.fullmatch(pattern, prompt) for pattern in patterns)
+        prompts.add(None if is_own else prompt)
     return prompts.pop() if len(prompts) == 1 else None
 
 
@@ -191,7 +191,7 @@ def human_messages(task, history, prompt, judge=None):
     swapped = {"user": "assistant", "assistant": "user"}
     return [{"role": "system", "content": text}] + [
         {"role": swapped[message["role"]], "content": message["content"]}
-        for message in history[1:]]
+        for message in history[1:]]  # the request stands in the prompt
 
 
 def human_page_view(task, history, prompt, judge):
@@ -337,17 +337,18 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
     The generation prompt closes a dialogue that ends with a user message, and with `prompt` any
-    one, since in logs an agent may speak twice in a row.
+    one, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
     """
     _, end_text = end_of_turn(tokenizer)
-    stops = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    prompt_ends = [index for index, message in enumerate(messages)
+                   if message["role"] == "assistant"]
     if prompt or messages[-1]["role"] != "assistant":
-        stops.append(len(messages))
+        prompt_ends.append(len(messages))
     prompts, turns = [], []  # what stands before each turn; what the turn says
     closed = []  # whether an end-of-turn token follows it
-    rendered = ""  # the text that they cover
-    for turn, index in enumerate(stops):
-        before = render(tokenizer, messages[:index])
+    rendered = ""  # all of this as one text
+    for turn, index in enumerate(prompt_ends):
+        before = render(tokenizer, messages[:index])  # with the generation prompt
         if not before.startswith(rendered):
             raise UnnestedTemplate(
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
@@ -358,14 +359,12 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
             turns.append(messages[index]["content"])
             closed.append(finished[turn] if turn < len(finished) else True)
             rendered = before + turns[-1] + (end_text if closed[-1] else "")
-    said = turn_ids(tokenizer, turns, closed)
     ids, turn_index = [], []
-    for turn, tokens in enumerate(prompt_ids(tokenizer, prompts)):
-        ids += tokens
-        turn_index += [-1] * len(tokens)
-        if turn < len(said):
-            ids += said[turn]
-            turn_index += [turn] * len(said[turn])
+    parts = itertools.zip_longest(
+        prompt_ids(tokenizer, prompts), turn_ids(tokenizer, turns, closed), fillvalue=[])
+    for turn, (before, said) in enumerate(parts):
+        ids += before + said
+        turn_index += [-1] * len(before) + [turn] * len(said)
     return ids, turn_index
 
 
@@ -374,10 +373,10 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
 
     A longer dialogue loses its oldest turns, each with the reply to it, never part of a turn.
     """
-    head = first_request(messages) + 1  # these messages stay
+    head = first_request(messages) + 1
     roles = [message["role"] for message in messages]
-    # where what is kept of the rest may begin: with its first message, with a later turn, or, in a
-    # prompt, not at all
+    # messages[:head] + messages[start:] is kept, for the first `start` that fits: all messages,
+    # those from a later agent turn on, or, of a prompt, the head alone
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
     if prompt or roles[-1] != "assistant":

@@ -2,7 +2,7 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
 
   1. Each task is played `--samples_per_task` times.                             play
   2. `--batch_size` dialogues run at a time, a thread for each; a local model
-     answers all that wait for it as one batch.                                  speakers/fill.py
+     answers all that wait for it as one batch.                                  speakers/pool.py
   3. With `--states EPISODES`, nothing is played: in states of these episodes, the
      agent is sampled for `--num_candidates` candidates, for a critic to rank.   candidates
 
@@ -46,7 +46,7 @@ from runtime.flags import FlagParser
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows
 from runtime.seeds import derive_seed
-from speakers.fill import fill, report, show_bug
+from speakers.fill import fill, print_summary, show_bug
 from speakers.interface import Request, SpeakerError, spoken
 from speakers.roles import (
     open_agent, open_human, open_judge, read_tasks_and_prompts, refuse_unused)
@@ -75,14 +75,15 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     turns, answer, grade, error = 0, None, None, None
 
     def ask(speaker, messages):
-        key = (task["task_id"], sample)
+        key = (task["task_id"], sample)  # of the dialogue, which a local model keeps in its cache
         seed = derive_seed(rules.seed, *key, len(history))
-        return speaker.reply(Request(messages, 1, seed, task, key))[0]
+        return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
         while answer is None:
             said = ask(agent, agent_messages(history, prompt))
             turns += 1
+            # what the human reads; `output` is all that the agent wrote, its thoughts included
             content, answer = split_message(task, said.text, turns == rules.max_turns)
             history.append({"role": "assistant", "content": content, "output": said.text,
                             "finished": said.finished})
@@ -171,13 +172,13 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     For variants: another `open_agent`, the checkpoints `models` that it needs, and `notes` that go
     into every episode.
     """
-    # this sets flags that were omitted and that the tasks decide, such as --human
+    # also sets args.human, .agent_prompt, .clip and .num_tasks where they were omitted
     tasks, domain, agent_prompt, human_prompt = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     inputs = [] if args.tasks.startswith("toy:") else [args.tasks]
-    store = open_store(args, inputs, models, episode_key, process)
+    store = open_store(args, process, episode_key, inputs, models)
     mine = store.missing(jobs)
     if mine:
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
@@ -197,11 +198,11 @@ def collect_states(args, process):
     episodes, _ = load_episodes(args.states)
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
     jobs = {state_key(state): state for state in states}
-    store = open_store(args, args.states, (), state_key, process)
+    store = open_store(args, process, state_key, args.states)
     mine = store.missing(jobs)
     if mine:
         agent = open_agent(args, process)
-        # --batch_size counts texts, and a state asks for several at once
+        # --batch_size counts texts, and a state asks for --num_candidates at once
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key, on_turn):  # no turn is played
@@ -211,8 +212,8 @@ def collect_states(args, process):
     return store.finish(jobs)
 
 
-def open_store(args, inputs, models, key, process):
-    """Open the output with the rows that it already has; refuse another command's output."""
+def open_store(args, process, key, inputs, models=()):
+    """The output, with the rows that it has but the failed ones; refuses another command's."""
     return open_rows(args.output, vars(args), [*inputs, args.agent_prompt, args.human_prompt],
                      process, key, models=(args.agent, args.human, *models),
                      may_differ=["batch_size"], keep=lambda row: not row.get("error"))
@@ -225,7 +226,7 @@ def main(args):
     else:
         rows = collect_episodes(args, process)
     if process.leads:
-        report(rows, args)
+        print_summary(rows, args)
 
 
 # -----------------------------------------------------------------------------

@@ -76,8 +76,8 @@ def task_means(run, task_ids):
     for episode in run:
         for key, value in episode_numbers(episode).items():
             samples[episode["task"]["task_id"]][key].append(value)
-    return {key: [sum(task[key]) / len(task[key]) if task[key] else math.nan
-                  for task in samples.values()] for key in NUMBERS}
+    return {key: [sum(numbers[key]) / len(numbers[key]) if numbers[key] else math.nan
+                  for numbers in samples.values()] for key in NUMBERS}
 
 
 # -----------------------------------------------------------------------------
@@ -91,6 +91,12 @@ def draw_counts(generator, count, draws):
     return generator.multinomial(count, numpy.full(count, 1 / count), size=draws).astype(float)
 
 
+def drawn_means(sums, weights):
+    """The mean of each draw, (D, T) and (D, T) -> (D,), without draws of no value."""
+    sums, weights = sums.sum(1), weights.sum(1)
+    return sums[weights > 0] / weights[weights > 0]
+
+
 def interval(values, run_draws, task_draws, limits=None):
     """Mean of values (R, T) with a 95 % bootstrap interval; NaN marks a task without a value.
 
@@ -101,9 +107,8 @@ def interval(values, run_draws, task_draws, limits=None):
     present = ~numpy.isnan(values)
     if not present.any():
         return None
-    totals = ((run_draws @ numpy.where(present, values, 0.0)) * task_draws).sum(1)  # (D,)
-    weights = ((run_draws @ present.astype(float)) * task_draws).sum(1)  # (D,)
-    means = totals[weights > 0] / weights[weights > 0]
+    means = drawn_means((run_draws @ numpy.where(present, values, 0.0)) * task_draws,
+                        (run_draws @ present.astype(float)) * task_draws)
     count = int(present.any(0).sum())
     return {"value": float(values[present].mean())} | bounds(means, count, limits)
 
@@ -111,10 +116,10 @@ def interval(values, run_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all outcomes are equal, a bootstrap has no width, and with one task it does not tell how
-    other tasks differ. Wilson's interval of n successes in n tasks is [n / (n + z²), 1]: a share
-    of z² / (n + z²) may still turn out otherwise. For the low end, this share goes to the lower of
-    the `limits`, for the high end to the upper one. Without limits, one task has no interval.
+    If all outcomes are equal, a bootstrap has no width; one task does not tell how others differ.
+    Wilson's interval of n successes in n tasks is [1 - u, 1] with u = z² / (n + z²), as if a share
+    u of the tasks were unseen. For the low end they have the least possible value, for the high
+    end the greatest (`limits`). Without limits, one task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
@@ -142,8 +147,8 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     count = len(gaps)
     if limits is not None:
         limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
-    low_high = bounds(drawn_means(drawn_gaps, task_draws), count, limits)
-    rate_low_high = bounds(drawn_means(drawn_points, task_draws), count, SHARE)
+    low_high = bounds(drawn_means(drawn_gaps * task_draws, task_draws), count, limits)
+    rate_low_high = bounds(drawn_means(drawn_points * task_draws, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
     # A bootstrap over few tasks is too narrow, so the sign test must agree
@@ -152,12 +157,6 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
             "win_rate": {"value": float(points.mean())} | rate_low_high,
             "tasks": count, "wins": wins, "losses": losses, "sign_test_p": p,
             "settled": excludes_zero and p < 0.05}
-
-
-def drawn_means(values, task_draws):
-    """The mean of values (D, T) over the tasks of each draw (D,), without draws of no task."""
-    weights = task_draws.sum(1)
-    return (values * task_draws).sum(1)[weights > 0] / weights[weights > 0]
 
 
 def win_points(gaps):
@@ -191,8 +190,8 @@ def score(policies, draws=2000):
     values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
     facts = {}  # policy -> all that is said of it
     for name, policy in policies.items():
-        means = [task_means(run, task_ids) for run in policy]
-        values[name] = {key: numpy.array([run[key] for run in means]) for key in NUMBERS}
+        runs = [task_means(run, task_ids) for run in policy]
+        values[name] = {key: numpy.array([means[key] for means in runs]) for key in NUMBERS}
         # seeded by the name, so that an interval does not depend on the other policies
         generator = numpy.random.default_rng([0, *name.encode()])
         run_draws[name] = draw_counts(generator, len(policy), draws)
@@ -200,10 +199,10 @@ def score(policies, draws=2000):
             key: interval(table, run_draws[name], task_draws, limits[key])
             for key, table in values[name].items()}}
 
-    def comparisons(pairs):
+    def comparisons(wanted):
         """Compare each (policy, against, key); omit those that no task has the number for."""
         entries = []
-        for name, against, key in pairs:
+        for name, against, key in wanted:
             found = compare(values[name][key], values[against][key], run_draws[name],
                             run_draws[against], task_draws, limits[key])
             if found:

@@ -33,7 +33,8 @@ To change                  edit
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
                            show it what only the episode has, such as a reward for each turn,
                            also dialogue_row, Critic.advantages, rank, and states_of in collect.py
-    the forward pass       turn_logprobs (and omit --packed, which replaces it: PACKED= make toy)
+    the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
+                           `PACKED= make toy`)
     optimiser, schedule    train, learning_rate (variants/value_critic.py takes it from here)
     FSDP, precision        shard and open_to_train in runtime/models.py
 Another kind of critic is another file that writes ranked candidates, such as
@@ -86,8 +87,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
     `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
     """
-    length = NORMALISERS[normalise](tokens)  # L
-    length = length.masked_fill(tokens == 0, 1)  # an empty turn has a log-ratio of 0, and L = 0
+    length = NORMALISERS[normalise](tokens).clamp(min=1)  # L; an empty turn's log-ratio is 0
     return (logprobs - reference) / length
 
 
@@ -178,8 +178,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn: what rows are sorted by. Those of similar length are then
-        padded together, and candidates of one state stay together."""
+        """Tokens before the last turn, the sort key of rows: close to their length, so little is
+        padded, and equal for all candidates of a state, so these stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -196,19 +196,19 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     return Row(ids, turn_index)
 
 
-def dialogue_pairs(row_of, groups, rule, margin):
-    """(pairs of rows, one list per task; the number of episodes that are too long).
+def dialogue_pairs(row_of, by_task, rule, margin):
+    """(task id -> its pairs of rows; the number of episodes that are too long).
 
-    `groups` are the episodes of one task each; row_of(episode) is its row, None if it is too long.
+    `by_task` has the episodes of each task id; row_of(episode) is its row, None if it is too long.
     """
-    pairs_of_tasks, too_long = [], 0
-    for group in groups:
+    pairs_of, too_long = {}, 0
+    for task_id, group in by_task.items():
         pairs = pair_episodes(group, rule, margin)
         rows = {episode["sample"]: row_of(episode) for episode in group if pairs}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
-        pairs_of_tasks.append([pair for pair in pairs if None not in pair])
+        pairs_of[task_id] = [pair for pair in pairs if None not in pair]
         too_long += list(rows.values()).count(None)
-    return pairs_of_tasks, too_long
+    return pairs_of, too_long
 
 
 # -----------------------------------------------------------------------------
@@ -249,10 +249,10 @@ def critic_objective(model, pairs, beta, nll, normalise):
 
 def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
-    order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
+    rows = sorted(rows, key=lambda row: row.last_turn_start)
     found = {}  # index of a row -> its log-probs; each rank reads its share of the rows
     with run.scoring(model):
-        parts = list(run.share(order, rows_at_once))
+        parts = list(run.share(range(len(rows)), rows_at_once))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found.update(zip(mine, logprobs.cpu(), strict=True))
@@ -297,8 +297,7 @@ def read_pairs(row_of, args, run):
     """(pairs of rows to train on, one list per task; the pairs held out)."""
     episodes, failed = load_episodes(args.episodes)
     by_task = group_by_task(episodes)
-    groups, too_long = dialogue_pairs(row_of, by_task.values(), args.pairs, args.margin)
-    pairs_of = dict(zip(by_task, groups, strict=True))
+    pairs_of, too_long = dialogue_pairs(row_of, by_task, args.pairs, args.margin)
     train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
     groups = [pairs_of[task_id] for task_id in train_tasks]
     held_out = [pair for task_id in held_out_tasks for pair in pairs_of[task_id]]
@@ -334,7 +333,8 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
+    # left by this critic after fewer steps; r*: parts of ranks (.rank0), and .run.json
+    run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
@@ -348,15 +348,17 @@ def train(args):
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the critic: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It
-    # starts as pi_ref, so its own log-probs before the first step are the reference's
+    # starts as pi_ref, so its log-probs here are the reference's; also in a resumed run, whose
+    # trained weights are loaded later, by run.resume
     model = open_to_train(args, run)
-    set_reference(model, rows, run, 2 * args.micro_batch_size)
+    set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
     # 3. steps
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
+    steps_per_epoch = len(batches) // args.epochs
+    steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -388,6 +390,11 @@ def train(args):
 # The trained critic as a ranker of turns
 
 
+def read_critic_flags(path):
+    """What a critic was trained with; exits if this script did not train it."""
+    return read_flags(path, ("privileged", "normalise", "max_length", "model", "lora_rank"))
+
+
 class Critic:
     """Opens a directory that this script wrote, and gives turns their advantages.
 
@@ -410,16 +417,14 @@ class Critic:
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
         texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
-        read = []  # the rows of the critic, those of its reference
-        for privileged in (self.privileged, self.reference_privileged):
-            seen = critic_messages(task, messages, privileged)
-            encoded = encode_candidates(self.tokenizer, seen, texts, finished, self.max_length)
-            if encoded is None:
-                return None
-            read.append([Row(*row) for row in encoded])
-        rows, reference_rows = read
-        advantages = self.turn_advantages(rows, reference_rows)  # (R, S); S is 0 if all are empty
-        return advantages.sum(1).tolist()
+        encoded = [encode_candidates(self.tokenizer, critic_messages(task, messages, privileged),
+                                     texts, finished, self.max_length)
+                   for privileged in (self.privileged, self.reference_privileged)]
+        if None in encoded:
+            return None
+        rows, reference_rows = [[Row(*row) for row in found] for found in encoded]
+        advantages = self.turn_advantages(rows, reference_rows)  # (R, S)
+        return advantages.sum(1).tolist()  # S is 1, or 0 if all are empty
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -439,11 +444,6 @@ class Critic:
         return advantages
 
 
-def read_critic_flags(path):
-    """What a critic was trained with; exits if this script did not train it."""
-    return read_flags(path, ("privileged", "normalise", "max_length", "model", "lora_rank"))
-
-
 def rank(args):
     """Write ranked candidates; each process ranks a share of the states."""
     critic_flags = read_critic_flags(args.output)
@@ -457,16 +457,16 @@ def rank(args):
              "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")  # survives a kill
-    states = {state_key(state): state for state in states}
-    mine = store.missing(states)
-    if mine:
+    jobs = {state_key(state): state for state in states}
+    mine = store.missing(jobs)
+    if mine:  # else the loop below is empty, and no model is loaded
         critic = Critic(args.output, process.device, args.dtype, args.reference)
     for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
-        state = states[key]
+        state = jobs[key]
         advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
                                        state["finished"])
         store.append(state | {"advantages": advantages, "ranker": str(args.output)})
-    ranked = store.finish(states)
+    ranked = store.finish(jobs)
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states, {too_long} of them without advantages, since"
@@ -523,6 +523,7 @@ def parse_args(argv=None):
                         needs="candidates",
                         help="privileged: the ranking's reference sees the solution (paper); plain:"
                         " it does not (official code)")
+    # --packed, --micro_batch_size, --dtype, --max_steps, --save_minutes, --lora_rank, ...
     parser.add_machine_flags()
     args = parser.parse_args(argv)
     if args.episodes and not args.model:
@@ -531,6 +532,7 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
+        # ranking reads --output, --packed and --dtype, too
         of_training = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
         parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
     if args.privileged == "none":

@@ -15,8 +15,8 @@ With --episodes, this script is multi-turn DPO, a baseline: the same loss on who
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
-     "candidates": ["Which unit?", ...], "finished": [true, ...], "advantages": [0.021, ...],
-     "ranker": "critic"}
+     "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...],
+     "advantages": [0.021, ...], "ranker": "critic"}
 
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
@@ -26,7 +26,8 @@ To change                     edit
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs
     the pairs of episodes     pair_episodes
-    the forward pass          turn_logprobs (and omit --packed, which replaces it: PACKED= make toy)
+    the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
+                              `PACKED= make toy`)
     optimiser, schedule       main, learning_rate (variants/sft.py takes it from here)
     FSDP, precision           shard and open_to_train in runtime/models.py
 Supervised training is variants/sft.py.
@@ -147,8 +148,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn: what rows are sorted by. Those of similar length are then
-        padded together, and candidates of one state stay together."""
+        """Tokens before the last turn, the sort key of rows: close to their length, so little is
+        padded, and equal for all candidates of a state, so these stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -185,19 +186,19 @@ def dialogue_row(tokenizer, episode, max_length):
     return Row(ids, turn_index)
 
 
-def dialogue_pairs(row_of, groups, rule, margin):
-    """(pairs of rows, one list per task; the number of episodes that are too long).
+def dialogue_pairs(row_of, by_task, rule, margin):
+    """(task id -> its pairs of rows; the number of episodes that are too long).
 
-    `groups` are the episodes of one task each; row_of(episode) is its row, None if it is too long.
+    `by_task` has the episodes of each task id; row_of(episode) is its row, None if it is too long.
     """
-    pairs_of_tasks, too_long = [], 0
-    for group in groups:
+    pairs_of, too_long = {}, 0
+    for task_id, group in by_task.items():
         pairs = pair_episodes(group, rule, margin)
         rows = {episode["sample"]: row_of(episode) for episode in group if pairs}
         pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
-        pairs_of_tasks.append([pair for pair in pairs if None not in pair])
+        pairs_of[task_id] = [pair for pair in pairs if None not in pair]
         too_long += list(rows.values()).count(None)
-    return pairs_of_tasks, too_long
+    return pairs_of, too_long
 
 
 # -----------------------------------------------------------------------------
@@ -239,10 +240,10 @@ def dpo_objective(model, pairs, beta, nll):
 
 def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
-    order = sorted(range(len(rows)), key=lambda index: rows[index].last_turn_start)
+    rows = sorted(rows, key=lambda row: row.last_turn_start)
     found = {}  # index of a row -> its log-probs; each rank reads its share of the rows
     with run.scoring(model):
-        parts = list(run.share(order, rows_at_once))
+        parts = list(run.share(range(len(rows)), rows_at_once))
         for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
             logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
             found.update(zip(mine, logprobs.cpu(), strict=True))
@@ -284,7 +285,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the `custom_prompt` of the states)."""
+    """(pairs of rows, one list per state; the agent's instructions to save, see custom_prompt)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
@@ -296,15 +297,15 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the `custom_prompt` of the episodes)."""
+    """(pairs of rows, one list per task; the agent's instructions to save, see custom_prompt)."""
     episodes, failed = load_episodes(args.episodes)
     by_task = group_by_task(episodes)
 
     def row_of(episode):
         return dialogue_row(tokenizer, episode, args.max_length)
 
-    groups, too_long = dialogue_pairs(row_of, [by_task[task_id] for task_id in sorted(by_task)],
-                                      args.pairs, args.margin)
+    pairs_of, too_long = dialogue_pairs(row_of, by_task, args.pairs, args.margin)
+    groups = [pairs_of[task_id] for task_id in sorted(pairs_of)]
     run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
             f" {sum(map(len, groups))} pairs; {too_long} episodes omitted, since their last turn"
             f" does not fit in --max_length {args.max_length}")
@@ -335,15 +336,16 @@ def main(args):
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the policy: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It
-    # starts as pi_ref, so its own log-probs before the first step are the reference's
+    # starts as pi_ref, so its log-probs here are the reference's; also in a resumed run, whose
+    # trained weights are loaded later, by run.resume
     model = open_to_train(args, run)
-    set_reference(model, rows, run, 2 * args.micro_batch_size)
+    set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
     # 3. steps
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps = run.plan(len(batches))
+    steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -362,7 +364,7 @@ def main(args):
 
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
-    run.save(model, tokenizer, agent_prompt)
+    run.save(model, tokenizer, agent_prompt)  # collect.py gives the policy the same instructions
 
 
 # -----------------------------------------------------------------------------
@@ -381,7 +383,7 @@ def parse_args(argv=None):
                         help="most tokens of a dialogue; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
     parser.add_argument("--pairing", choices=PAIRINGS, default="halves", needs="candidates",
-                        help="which candidates are paired: halves: one of the better half and one"
+                        help="which candidates are paired. halves: one of the better half and one"
                         " of the worse (paper); positive_vs_negative: one of positive and one of"
                         " negative advantage")
     parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
@@ -408,6 +410,7 @@ def parse_args(argv=None):
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and pairs")
+    # --packed, --micro_batch_size, --dtype, --max_steps, --save_minutes, --lora_rank, ...
     parser.add_machine_flags()
     return parser.parse_args(argv)
 

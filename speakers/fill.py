@@ -96,7 +96,7 @@ def show_bug():
         tqdm.write(traceback.format_exc(), file=sys.stderr)
 
 
-def report(rows, args):
+def print_summary(rows, args):
     """Print what a finished run has made, and the first failure; stop if all have failed."""
     what = counted(len(rows), "state" if args.states else "episode")
     print(f"{args.output}: {what}, {Outcome(rows)}")

@@ -238,9 +238,9 @@ def critic_pairs(tokenizer, tokens, count, draw):
     def row_of(episode):
         return train_critic.dialogue_row(tokenizer, episode, MAX_LENGTH, "ground_truth")
 
-    groups, _ = train_critic.dialogue_pairs(
-        row_of, [episodes_of(tokens, count, draw)], "best_vs_rest", 0.0)
-    return groups[0]
+    pairs_of, _ = train_critic.dialogue_pairs(
+        row_of, {"t": episodes_of(tokens, count, draw)}, "best_vs_rest", 0.0)
+    return pairs_of["t"]
 
 
 # -----------------------------------------------------------------------------

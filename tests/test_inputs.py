@@ -143,13 +143,13 @@ def use_episodes(path):
         for message in row["dialogue_history"]:
             assert message.get("finished") in (None, True, False)
             assert isinstance(message["content"], str)
-    groups = group_by_task(episodes).values()
+    by_task = group_by_task(episodes)
 
     def row_of(episode):
         return train_critic.dialogue_row(TOKENIZER, episode, 400, "ground_truth")
 
     for rule in ("all", "best_vs_rest"):
-        train_critic.dialogue_pairs(row_of, groups, rule, 0.0)
+        train_critic.dialogue_pairs(row_of, by_task, rule, 0.0)
     list(collect.states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, draws=100)
 

@@ -34,7 +34,7 @@ from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import read_flags
 from speakers import load_speaker
-from speakers.fill import report
+from speakers.fill import print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings, spoken
 from speakers.pool import gather
 from speakers.roles import open_agent
@@ -131,7 +131,7 @@ def main(args):
     scorer = args.critic.removeprefix(GRADER)
     episodes = collect_episodes(args, process, open_best_of_n, notes, [scorer])
     if process.leads:
-        report(episodes, args)
+        print_summary(episodes, args)
 
 
 def open_best_of_n(args, process):
