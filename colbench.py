@@ -5,8 +5,8 @@ cannot see. It delivers a Python function (backend, graded by hidden tests) or a
 (frontend, graded by image similarity).
 
   1. A task is one JSON line: what the human says first, what the human has in mind, hidden tests.
-  2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`.
-     (What the critic sees is defined in train_critic.py.)
+  2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`
+     (of pages `human_page_view`). What the critic sees is defined in train_critic.py.
   3. A judge gives the answer its reward. Model-written code and pages run only in sandboxed child
      processes: judge/.
   4. DOMAINS holds all that differs between functions and pages. A new domain is one more entry.
@@ -76,7 +76,7 @@ def without_thoughts(text):
 # -----------------------------------------------------------------------------
 # What each party sees
 
-# With {max_turns} filled in; a dialogue of one turn has a text of its own
+# {max_turns} is filled in; a dialogue of one turn has a text of its own
 BACKEND_AGENT_PROMPT = (
     "You help a person who needs a Python function. The person has details in mind that the request"
     " leaves out. Each message of yours is either one short question about such a detail, or your"
@@ -156,7 +156,7 @@ def custom_prompt(records):
 def agent_messages(history, prompt):
     """What the agent sees: its instructions and the dialogue, with its own turns as it wrote them.
 
-    It is not given the task, so it cannot leak hidden information or the solution.
+    This function is not given the task, so it cannot leak hidden information or the solution.
     """
     system = [{"role": "system", "content": prompt}] if prompt else []
     return system + [{"role": message["role"],
@@ -191,19 +191,18 @@ def human_messages(task, history, prompt, judge=None):
     swapped = {"user": "assistant", "assistant": "user"}
     return [{"role": "system", "content": text}] + [
         {"role": swapped[message["role"]], "content": message["content"]}
-        for message in history[1:]]  # the request stands in the prompt
+        for message in history[1:]]  # history[0], the request, is {problem_description}
 
 
 def human_page_view(task, history, prompt, judge):
-    """What the human of a page sees: the request, the agent's last words, both screenshots.
+    """What the human of a page sees: the request, the agent's last message, both screenshots.
 
     `judge.picture` draws a page. A screenshot is None where there is no page, or where it could
     not be drawn.
     """
     shown, wanted = last_page(history), solution_page(task["ground_truth"])
     agent_png, solution_png = judge.picture(shown) if shown else None, judge.picture(wanted)
-    words = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
-    words = official_addresses(words)
+    words = official_addresses(history[-1]["content"])
     page = extract_html(words)
     if page:
         words = words.replace(page, "[the page below]")
@@ -255,7 +254,8 @@ class Domain(typing.NamedTuple):
     human_view: typing.Callable = human_messages
     graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
     one_turn_prompt: str | None = None  # replaces agent_prompt where a dialogue has one turn
-    complete: typing.Callable = lambda task, where: None  # checks the fields only this domain has
+    # checks and tidies the fields that only this domain has
+    complete: typing.Callable = lambda task, where: None
     reply_chars: int = 400  # most characters of a human reply; the rest is cut off
     human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
     # True: a reward of 1 is a success, less is a failure. False: episodes have a reward alone
@@ -336,8 +336,8 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
         <u> hi </> <a> hello </> <u> more </> <a> some
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
-    The generation prompt closes a dialogue that ends with a user message, and with `prompt` any
-    one, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
+    A generation prompt ends the ids if the last message is the user's, and always with `prompt`,
+    since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
     """
     _, end_text = end_of_turn(tokenizer)
     prompt_ends = [index for index, message in enumerate(messages)
@@ -375,8 +375,8 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     """
     head = first_request(messages) + 1
     roles = [message["role"] for message in messages]
-    # messages[:head] + messages[start:] is kept, for the first `start` that fits: all messages,
-    # those from a later agent turn on, or, of a prompt, the head alone
+    # messages[:head] + messages[start:] is kept, with the first of ever later `starts` that fits:
+    # all messages, those from a later agent turn on, or, of a prompt, the head alone
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
     if prompt or roles[-1] != "assistant":

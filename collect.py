@@ -23,7 +23,7 @@ Beside it, OUTPUT.run.json records the command. After a kill, give the same comm
 with an `error` are retried, too. A larger --num_tasks or --samples_per_task extends the output.
 
 To change                          edit
-    the rules of a dialogue        play
+    the loop of a dialogue         play
     what is sampled in a state     candidates
     which states are used          choose_states
     what a party reads, rewards    DOMAINS in colbench.py
@@ -213,7 +213,7 @@ def collect_states(args, process):
 
 
 def open_store(args, process, key, inputs, models=()):
-    """The output, with the rows that it has but the failed ones; refuses another command's."""
+    """The output with earlier rows, failed ones dropped; refuses the file of another command."""
     return open_rows(args.output, vars(args), [*inputs, args.agent_prompt, args.human_prompt],
                      process, key, models=(args.agent, args.human, *models),
                      may_differ=["batch_size"], keep=lambda row: not row.get("error"))
@@ -270,8 +270,9 @@ def collect_parser(description):
     parser.add_argument("--human_model", needs="tasks",
                         help="name of the human's model on a server")
     parser.add_argument("--human_prompt", needs="tasks",
-                        help="file with the human's instructions; {hidden_information} and other"
-                        " text fields of the task are filled in (default: the domain's own)")
+                        help="file with the human's instructions; {hidden_information}, its own"
+                        " {problem_description} and other text fields of the task are filled in"
+                        " (default: the domain's own)")
     parser.add_argument("--human_temperature", type=float, least=0, needs="tasks", default=0.0,
                         help="sampling temperature of the human")
     parser.add_argument("--human_max_new_tokens", type=int, least=1, needs="tasks", default=1024,
@@ -293,7 +294,7 @@ def collect_parser(description):
                         help="what CLIP sees of tall pages: the middle square (official code), or"
                         " all of it")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
-                        help="dialogues at a time in each process (with --states: messages)")
+                        help="dialogues at a time in each process (with --states: candidates)")
     parser.add_dtype_flag()
     parser.add_argument("--seed", type=int, least=0, default=0, help="seed of all sampling")
     return parser

@@ -2,7 +2,7 @@ r"""Evaluate policies from their episodes: means, intervals, differences, who wo
 
   1. The samples of a task are averaged first, then the tasks. An episode with
      an error counts only in the error rate.                                   task_means
-  2. Each 95 % interval is a bootstrap over tasks, crossed with seeds. If all
+  2. Each 95 % interval is a bootstrap that resamples tasks and seeds. If all
      outcomes are equal, it has no width, and Wilson's interval replaces it.    interval
   3. Every policy is compared with the first one, and the best with every
      other, on the same tasks: difference, win rate, sign test.                 compare
@@ -92,7 +92,7 @@ def draw_counts(generator, count, draws):
 
 
 def drawn_means(sums, weights):
-    """The mean of each draw, (D, T) and (D, T) -> (D,), without draws of no value."""
+    """The mean of each draw, (D, T) and (D, T) -> (D,); draws without a value are omitted."""
     sums, weights = sums.sum(1), weights.sum(1)
     return sums[weights > 0] / weights[weights > 0]
 

@@ -27,15 +27,15 @@ To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
     what the loss knows    Row: a field for it (the episode's reward, for example), which
                            dialogue_row fills in
-    the advantage          advantage, NORMALISERS; a new parameter of it also passes through
-                           critic_objective, read_critic_flags and Critic
+    the advantage          advantage, NORMALISERS; a new parameter of it must also be passed by
+                           critic_objective, read by read_critic_flags and kept by Critic
     the pairs              pair_episodes
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
                            show it what only the episode has, such as a reward for each turn,
                            also dialogue_row, Critic.advantages, rank, and states_of in collect.py
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
-    optimiser, schedule    train, learning_rate (variants/value_critic.py takes it from here)
+    optimiser, schedule    train, learning_rate (which variants/value_critic.py imports)
     FSDP, precision        shard and open_to_train in runtime/models.py
 Another kind of critic is another file that writes ranked candidates, such as
 variants/value_critic.py.
@@ -87,7 +87,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
     `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
     """
-    length = NORMALISERS[normalise](tokens).clamp(min=1)  # L; an empty turn's log-ratio is 0
+    length = NORMALISERS[normalise](tokens).clamp(min=1)  # L; an empty turn has no tokens
     return (logprobs - reference) / length
 
 
@@ -110,7 +110,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
     where tests decide, a task without a success gives no pair. success_vs_failure pairs every
-    success with every failure. all pairs every two episodes of different reward.
+    success with every failure; `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -178,8 +178,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn, the sort key of rows: close to their length, so little is
-        padded, and equal for all candidates of a state, so these stay together."""
+        """Tokens before the last turn. Rows are sorted by it: it is close to their length, so that
+        little is padded, and equal for the candidates of a state, so that these stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -277,7 +277,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     """The pairs of each step. Every epoch takes all pairs, in a new seeded order.
 
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
-    group stay side by side, so that what they share is computed once (--packed).
+    group stay together; with --packed, what those of a micro-batch share is computed once.
     """
     if shuffle not in ("pairs", "groups"):
         raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
@@ -333,7 +333,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # left by this critic after fewer steps; r*: parts of ranks (.rank0), and .run.json
+    # what this critic ranked after fewer steps, with the .rank* parts and the .run.json
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
@@ -347,9 +347,9 @@ def train(args):
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the critic: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It
-    # starts as pi_ref, so its log-probs here are the reference's; also in a resumed run, whose
-    # trained weights are loaded later, by run.resume
+    # 2. the critic, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
+    # bf16. It starts as pi_ref, so its log-probs here are the reference's; also in a resumed run,
+    # whose trained weights are loaded later, by run.resume
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -365,8 +365,8 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; `weight`, their number, makes this a sum. A rank
-        # without a pair repeats one with weight 0, since all ranks must run the same forwards
+        # FSDP averages gradients over the ranks; times `weight`, the number of ranks, they are a
+        # sum. A rank without a pair repeats one with weight 0: all must run the same forwards
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -375,7 +375,7 @@ def train(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        # the held-out pairs after each epoch: Eq. (2) alone, without the NLL term
+        # the held-out pairs, after each epoch and at the end: Eq. (2) without the NLL term
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
@@ -504,7 +504,7 @@ def parse_args(argv=None):
                         " its pairs side by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
                         help="share of tasks that are held out for evaluation")
-    # the defaults are the paper's Table 5
+    # --beta, --nll, --lr, --epochs and --batch_size: the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (2)")
     parser.add_argument("--nll", type=float, least=0, default=0.01,
                         help="weight of the chosen dialogue's negative log-likelihood")

@@ -28,7 +28,7 @@ To change                     edit
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
                               `PACKED= make toy`)
-    optimiser, schedule       main, learning_rate (variants/sft.py takes it from here)
+    optimiser, schedule       main, learning_rate (which variants/sft.py imports)
     FSDP, precision           shard and open_to_train in runtime/models.py
 Supervised training is variants/sft.py.
 
@@ -106,7 +106,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
     where tests decide, a task without a success gives no pair. success_vs_failure pairs every
-    success with every failure. all pairs every two episodes of different reward.
+    success with every failure; `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -148,8 +148,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn, the sort key of rows: close to their length, so little is
-        padded, and equal for all candidates of a state, so these stay together."""
+        """Tokens before the last turn. Rows are sorted by it: it is close to their length, so that
+        little is padded, and equal for the candidates of a state, so that these stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -268,7 +268,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     """The pairs of each step. Every epoch takes all pairs, in a new seeded order.
 
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
-    group stay side by side, so that what they share is computed once (--packed).
+    group stay together; with --packed, what those of a micro-batch share is computed once.
     """
     if shuffle not in ("pairs", "groups"):
         raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
@@ -335,9 +335,9 @@ def main(args):
                          f" --max_length {args.max_length}; raise it or collect more samples")
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the policy: on GPUs FSDP2 wraps each layer, with fp32 weights that compute in bf16. It
-    # starts as pi_ref, so its log-probs here are the reference's; also in a resumed run, whose
-    # trained weights are loaded later, by run.resume
+    # 2. the policy, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
+    # bf16. It starts as pi_ref, so its log-probs here are the reference's; also in a resumed run,
+    # whose trained weights are loaded later, by run.resume
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -352,8 +352,8 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; `weight`, their number, makes this a sum. A rank
-        # without a pair repeats one with weight 0, since all ranks must run the same forwards
+        # FSDP averages gradients over the ranks; times `weight`, the number of ranks, they are a
+        # sum. A rank without a pair repeats one with weight 0: all must run the same forwards
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -397,7 +397,7 @@ def parse_args(argv=None):
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or groups: the states (with"
                         " --episodes, the tasks), each with its pairs side by side")
-    # the defaults are the paper's Table 5
+    # --beta, --nll, --lr, --epochs and --batch_size: the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (4)")
     parser.add_argument("--nll", type=float, least=0, default=0.01,
                         help="weight of the chosen side's negative log-likelihood")

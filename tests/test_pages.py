@@ -267,7 +267,8 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
     (local,) = local_images(messages)
     assert [part["image"].size for part in parts_of(local, "image")] == [(4, 5)] * 2
 
-    (no_page,) = human_page_view(task, history[:1], prompt, judge)
+    history[1]["content"] = "see {x}"
+    (no_page,) = human_page_view(task, history, prompt, judge)
     assert len(parts_of(no_page, "image_url")) == 1
 
 
