@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
 # N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json; with DOMAIN=frontend of
-# pages, and runs/out/toy_seeds_frontend.json; with POLICY_EPOCHS=2 of the policies that have the
-# ablations in docs/measured.md, and runs/out/toy_seeds_2_epochs.json. Resumes; ONLY=toy omits
-# ablations, best of N and round 2.
+# pages, and runs/out/toy_seeds_frontend.json. Resumes; ONLY=toy omits ablations, best of N and
+# round 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend}
 N=${1:-5}
 SUFFIX=
-[ -z "${POLICY_EPOCHS:-}" ] || SUFFIX=_${POLICY_EPOCHS}_epochs
 [ "$DOMAIN" = backend ] || SUFFIX=_frontend
 ROOT=${ROOT:-runs/out/seeds$SUFFIX}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
