@@ -309,8 +309,9 @@ def read_pairs(row_of, args, run):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out; expected at"
                          " least one; collect more episodes of each task, give --pairs all, which"
-                         " needs no success, or a smaller --margin or --holdout. A model that never"
-                         " succeeds learns from demonstrations first (variants/sft.py)")
+                         " needs no success, a smaller --margin or --holdout, or more than"
+                         f" --max_length {args.max_length}. A model that never succeeds learns from"
+                         " demonstrations first (variants/sft.py)")
     return groups, held_out
 
 
