@@ -173,11 +173,10 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     into every episode.
     """
     # also sets args.human, .agent_prompt, .clip and .num_tasks where they were omitted
-    tasks, domain, agent_prompt, human_prompt = read_tasks_and_prompts(args, process)
-    rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
+    tasks, domain, prompts, inputs = read_tasks_and_prompts(args, process)
+    rules = Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
-    inputs = [] if args.tasks.startswith("toy:") else [args.tasks]
     store = open_store(args, process, episode_key, inputs, models)
     mine = store.missing(jobs)
     if mine:
@@ -214,9 +213,9 @@ def collect_states(args, process):
 
 def open_store(args, process, key, inputs, models=()):
     """The output with earlier rows, failed ones dropped; refuses the file of another command."""
-    return open_rows(args.output, vars(args), [*inputs, args.agent_prompt, args.human_prompt],
-                     process, key, models=(args.agent, args.human, *models),
-                     may_differ=["batch_size"], keep=lambda row: not row.get("error"))
+    return open_rows(args.output, vars(args), inputs, process, key,
+                     models=(args.agent, args.human, *models), may_differ=["batch_size"],
+                     keep=lambda row: not row.get("error"))
 
 
 def main(args):

@@ -98,6 +98,12 @@ def make_pairs(texts, advantages, pairing, pairs_per_state, draw):
     return draw.sample(pairs, min(pairs_per_state, len(pairs)))
 
 
+def state_pairs(state, pairing, pairs_per_state, seed):
+    """`make_pairs` of a ranked state. Its draw depends on state and seed alone."""
+    draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
+    return make_pairs(state["candidates"], state["advantages"], pairing, pairs_per_state, draw)
+
+
 PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 
 
@@ -157,9 +163,7 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
     """(pairs of rows, one list per state; the number of pairs that are too long)."""
     pairs_of_states, too_long = [], 0
     for state in states:
-        draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
-        pairs = make_pairs(state["candidates"], state["advantages"], pairing, pairs_per_state,
-                           draw)
+        pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
         used = sorted({index for pair in pairs for index in pair})

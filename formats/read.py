@@ -263,8 +263,9 @@ def check_history(history, where, in_turn=True):
     roles = ("user", "assistant")
     for index, message in enumerate(history):
         role = message.get("role") if isinstance(message, dict) else None
-        sound = role == roles[index % 2]
-        if not in_turn:
+        if in_turn:
+            sound = role == roles[index % 2]
+        else:
             sound = isinstance(role, str) and (index > 0 or role != "assistant")
         if not sound:
             raise SystemExit(f"{where}: found dialogue_history[{index}] of role {role!r}, expected"

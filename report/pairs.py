@@ -1,12 +1,9 @@
 """The pairs of candidates that train_policy.py learns from, as a file."""
 
-import random
-
-from formats.read import read_candidates, state_key
+from formats.read import read_candidates
 from runtime.files import write_jsonl
-from runtime.seeds import derive_seed
 from runtime.text import counted
-from train_policy import make_pairs
+from train_policy import state_pairs
 
 
 def write_pairs(args):
@@ -17,9 +14,7 @@ def write_pairs(args):
     states, omitted = read_candidates(args.candidates, ranked=True)
     rows = []
     for state in states:
-        draw = random.Random(derive_seed(args.seed, "pairs", *state_key(state)))  # as the trainer
-        for pair in make_pairs(state["candidates"], state["advantages"], args.pairing,
-                               args.pairs_per_state, draw):
+        for pair in state_pairs(state, args.pairing, args.pairs_per_state, args.seed):
             chosen, rejected = [[{"role": "assistant", "content": state["candidates"][index]}]
                                 for index in pair]
             rows.append({"prompt": state["messages"], "chosen": chosen, "rejected": rejected,

@@ -31,14 +31,18 @@ def refuse_unused(parser, args):
 
 
 def read_tasks_and_prompts(args, process):
-    """(tasks, their domain, the agent's instructions, the human's), before a model loads.
+    """(tasks, their domain, (the agent's instructions, the human's), the files that were read).
 
-    Sets --human, --agent_prompt, --clip and --num_tasks where they were omitted.
+    No model is loaded yet. Sets --human, --agent_prompt, --clip and --num_tasks where they were
+    omitted.
     """
-    read = toy_tasks if args.tasks.startswith("toy:") else read_tasks
-    tasks = read(args.tasks, args.num_tasks)
+    if args.tasks.startswith("toy:"):
+        tasks, files = toy_tasks(args.tasks, args.num_tasks), []
+    else:
+        tasks, files = read_tasks(args.tasks, args.num_tasks), [args.tasks]
     domain = complete_flags(args, tasks, process)
-    return tasks, domain, *read_prompts(args, tasks, domain)
+    prompts = read_prompts(args, tasks, domain)
+    return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
 
 
 def complete_flags(args, tasks, process):

@@ -155,14 +155,11 @@ def halves_shares(states, credits, pairs_per_state=4, seed=0):
 
     A pair is right if its chosen candidate is truly better, equal if both have the same credit.
     """
-    from train_policy import make_pairs  # late: toy/ stands below the scripts
+    from train_policy import state_pairs  # late: toy/ stands below the scripts
 
     counts = Counter()
     for state, credit in zip(states, credits, strict=True):
-        draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
-        pairs = make_pairs(state["candidates"], state["advantages"], "halves", pairs_per_state,
-                           draw)
-        for chosen, rejected in pairs:
+        for chosen, rejected in state_pairs(state, "halves", pairs_per_state, seed):
             if credit[chosen].value == credit[rejected].value:
                 counts["equal"] += 1
             else:
