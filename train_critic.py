@@ -32,7 +32,8 @@ To change                  edit
     the pairs              pair_episodes
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
                            show it what only the episode has, such as a reward for each turn,
-                           also dialogue_row, Critic.advantages, rank, and states_of in collect.py
+                           also dialogue_row, Critic.advantages, rank, states_of in collect.py, and
+                           CriticChoice in variants/best_of_n.py
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
     optimiser, schedule    train, learning_rate (which variants/value_critic.py imports)
@@ -151,6 +152,10 @@ def critic_messages(task, messages, privileged="ground_truth"):
     if privileged == "none":
         return messages
     if privileged == "ground_truth":
+        if not task["ground_truth"].strip():  # only logs may lack it
+            raise SystemExit(f"task {task['task_id']}: found no ground_truth, expected what was"
+                             " known only afterwards; add it to the logs, or train with"
+                             " --privileged none")
         note = SOLUTION_NOTE.format(solution=task["ground_truth"])
     else:
         raise ValueError(f"found privileged {privileged!r}, expected one of"
@@ -196,19 +201,16 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     return Row(ids, turn_index)
 
 
-def dialogue_pairs(row_of, by_task, rule, margin):
-    """(task id -> its pairs of rows; the number of episodes that are too long).
-
-    `by_task` has the episodes of each task id; row_of(episode) is its row, None if it is too long.
-    """
-    pairs_of, too_long = {}, 0
-    for task_id, group in by_task.items():
-        pairs = pair_episodes(group, rule, margin)
-        rows = {episode["sample"]: row_of(episode) for episode in group if pairs}
-        pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
+def dialogue_pairs(episodes, rows, rule, margin):
+    """Task id -> its pairs of rows. `rows` has the row of each episode, None if it is too long."""
+    row_of = {(episode["task"]["task_id"], episode["sample"]): row
+              for episode, row in zip(episodes, rows, strict=True)}
+    pairs_of = {}
+    for task_id, group in group_by_task(episodes).items():
+        pairs = [(row_of[task_id, chosen["sample"]], row_of[task_id, rejected["sample"]])
+                 for chosen, rejected in pair_episodes(group, rule, margin)]
         pairs_of[task_id] = [pair for pair in pairs if None not in pair]
-        too_long += list(rows.values()).count(None)
-    return pairs_of, too_long
+    return pairs_of
 
 
 # -----------------------------------------------------------------------------
@@ -219,6 +221,7 @@ def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
+    With --packed, fast/packed.py takes the place of this function.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
@@ -236,7 +239,7 @@ def turn_logprobs(model, rows):
 
 
 def critic_objective(model, pairs, beta, nll, normalise):
-    """Eq. (2) over Eq. (3), with the NLL term of the paper's Table 5: name -> (B,)."""
+    """Eq. (2) over Eq. (3), with the NLL term of the paper's Table 5; a dict of (B,) tensors."""
     rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
@@ -293,25 +296,34 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     return batches
 
 
-def read_pairs(row_of, args, run):
-    """(pairs of rows to train on, one list per task; the pairs held out)."""
+def read_rows(tokenizer, args, run):
+    """(episodes, the row of each; None if it is too long)."""
     episodes, failed = load_episodes(args.episodes)
-    by_task = group_by_task(episodes)
-    pairs_of, too_long = dialogue_pairs(row_of, by_task, args.pairs, args.margin)
-    train_tasks, held_out_tasks = split_tasks(by_task, args.holdout, args.seed)
+    rows = [dialogue_row(tokenizer, episode, args.max_length, args.privileged)
+            for episode in episodes]
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(episodes, rows, strict=True) if row)
+    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
+            f" ones omitted); with --max_length {args.max_length}, {shorter} lose their oldest"
+            f" turns, and {rows.count(None)} are omitted, since their last turn does not fit")
+    return episodes, rows
+
+
+def split_pairs(episodes, rows, args, run):
+    """(pairs of rows to train on, one list per task; the pairs held out)."""
+    pairs_of = dialogue_pairs(episodes, rows, args.pairs, args.margin)
+    train_tasks, held_out_tasks = split_tasks(pairs_of, args.holdout, args.seed)
     groups = [pairs_of[task_id] for task_id in train_tasks]
     held_out = [pair for task_id in held_out_tasks for pair in pairs_of[task_id]]
-    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs from {sum(map(bool, groups))} tasks, {len(held_out)}"
-            f" pairs of {len(held_out_tasks)} tasks held out; {too_long} episodes omitted, since"
-            f" their last turn does not fit in --max_length {args.max_length}")
+    run.say(f"{sum(map(len, groups))} pairs from {sum(map(bool, groups))} tasks, and"
+            f" {len(held_out)} pairs of {len(held_out_tasks)} tasks held out")
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out; expected at"
-                         " least one; collect more episodes of each task, give --pairs all, which"
-                         " needs no success, a smaller --margin or --holdout, or more than"
-                         f" --max_length {args.max_length}. A model that never succeeds learns from"
-                         " demonstrations first (variants/sft.py)")
+                         " least one; collect more episodes of each task, or let more of them be"
+                         " pairs (--pairs all, a smaller --margin or --holdout, more than"
+                         f" --max_length {args.max_length}). A model that never succeeds learns"
+                         " from demonstrations first (variants/sft.py)")
     return groups, held_out
 
 
@@ -337,13 +349,10 @@ def train(args):
     # what this critic ranked after fewer steps, with the .rank* parts and the .run.json
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
-    # 1. pairs of rows; some tasks are held out
+    # 1. rows, and pairs of them; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
-
-    def row_of(episode):
-        return dialogue_row(tokenizer, episode, args.max_length, args.privileged)
-
-    groups, held_out = read_pairs(row_of, args, run)
+    episodes, rows = read_rows(tokenizer, args, run)
+    groups, held_out = split_pairs(episodes, rows, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     run.refuse_other_data([row.ids for row in rows])

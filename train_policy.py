@@ -22,7 +22,10 @@ Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
     the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
-                              for a loss per token or without pi_ref (then omit set_reference)
+                              for a loss without pi_ref (then omit set_reference)
+    what the loss knows       Row: a field for it (the advantage, for example), which
+                              candidate_pairs fills in. For a loss per token, let turn_index
+                              number the agent's tokens in place of its turns
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs
     the pairs of episodes     pair_episodes
@@ -190,19 +193,16 @@ def dialogue_row(tokenizer, episode, max_length):
     return Row(ids, turn_index)
 
 
-def dialogue_pairs(row_of, by_task, rule, margin):
-    """(task id -> its pairs of rows; the number of episodes that are too long).
-
-    `by_task` has the episodes of each task id; row_of(episode) is its row, None if it is too long.
-    """
-    pairs_of, too_long = {}, 0
-    for task_id, group in by_task.items():
-        pairs = pair_episodes(group, rule, margin)
-        rows = {episode["sample"]: row_of(episode) for episode in group if pairs}
-        pairs = [(rows[chosen["sample"]], rows[rejected["sample"]]) for chosen, rejected in pairs]
+def dialogue_pairs(episodes, rows, rule, margin):
+    """Task id -> its pairs of rows. `rows` has the row of each episode, None if it is too long."""
+    row_of = {(episode["task"]["task_id"], episode["sample"]): row
+              for episode, row in zip(episodes, rows, strict=True)}
+    pairs_of = {}
+    for task_id, group in group_by_task(episodes).items():
+        pairs = [(row_of[task_id, chosen["sample"]], row_of[task_id, rejected["sample"]])
+                 for chosen, rejected in pair_episodes(group, rule, margin)]
         pairs_of[task_id] = [pair for pair in pairs if None not in pair]
-        too_long += list(rows.values()).count(None)
-    return pairs_of, too_long
+    return pairs_of
 
 
 # -----------------------------------------------------------------------------
@@ -213,6 +213,7 @@ def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
+    With --packed, fast/packed.py takes the place of this function.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
@@ -230,7 +231,7 @@ def turn_logprobs(model, rows):
 
 
 def dpo_objective(model, pairs, beta, nll):
-    """Eq. (4) with the NLL term of the paper's Table 5: name -> (B,)."""
+    """Eq. (4) with the NLL term of the paper's Table 5; a dict of (B,) tensors."""
     rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
@@ -297,23 +298,22 @@ def read_candidate_pairs(tokenizer, args, run):
     run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by {rankers}:"
             f" {sum(map(len, groups))} pairs; {too_long} more do not fit in --max_length"
             f" {args.max_length}")
-    return groups, custom_prompt(states)
+    return groups, custom_prompt(states, run.say)
 
 
 def read_episode_pairs(tokenizer, args, run):
     """(pairs of rows, one list per task; the agent's instructions to save, see custom_prompt)."""
     episodes, failed = load_episodes(args.episodes)
-    by_task = group_by_task(episodes)
-
-    def row_of(episode):
-        return dialogue_row(tokenizer, episode, args.max_length)
-
-    pairs_of, too_long = dialogue_pairs(row_of, by_task, args.pairs, args.margin)
+    rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in episodes]
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(episodes, rows, strict=True) if row)
+    pairs_of = dialogue_pairs(episodes, rows, args.pairs, args.margin)
     groups = [pairs_of[task_id] for task_id in sorted(pairs_of)]
-    run.say(f"{len(episodes)} episodes of {len(by_task)} tasks ({failed} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs; {too_long} episodes omitted, since their last turn"
-            f" does not fit in --max_length {args.max_length}")
-    return groups, custom_prompt(episodes)
+    run.say(f"{len(episodes)} episodes of {len(pairs_of)} tasks ({failed} failed ones omitted):"
+            f" {sum(map(len, groups))} pairs; with --max_length {args.max_length}, {shorter}"
+            f" episodes lose their oldest turns, and {rows.count(None)} are omitted, since their"
+            " last turn does not fit")
+    return groups, custom_prompt(episodes, run.say)
 
 
 def main(args):
@@ -334,7 +334,7 @@ def main(args):
     if not rows:
         expected = "candidates of one state with different advantages"
         if args.episodes:
-            expected = "episodes of one task with different rewards (or give --pairs all)"
+            expected = f"episodes of one task that --pairs {args.pairs} can pair"
         raise SystemExit(f"{' '.join(inputs)}: found no pair, expected {expected}, that fit in"
                          f" --max_length {args.max_length}; raise it or collect more samples")
     run.refuse_other_data([row.ids for row in rows])

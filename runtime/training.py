@@ -211,6 +211,7 @@ class Run:
             if name.startswith(("train/", "holdout/")):
                 words += f"; {name} {value:.3g}"
         margins = [line["train/margin"] for line in lines[-20:] if "train/margin" in line]
-        if margins and abs(sum(margins) / len(margins)) < HARDLY_MOVED:
+        # a margin is that before its step, so the first ones are near 0 in any run
+        if len(margins) == 20 and abs(sum(margins) / 20) < HARDLY_MOVED:
             words += ": the model hardly moved; raise --lr, or train for more steps"
         return words

@@ -235,12 +235,11 @@ def episodes_of(tokens, count, draw, name="task"):
 
 def critic_pairs(tokenizer, tokens, count, draw):
     """The best of `count` dialogues with each other one."""
-    def row_of(episode):
-        return train_critic.dialogue_row(tokenizer, episode, MAX_LENGTH, "ground_truth")
-
-    pairs_of, _ = train_critic.dialogue_pairs(
-        row_of, {"t": episodes_of(tokens, count, draw)}, "best_vs_rest", 0.0)
-    return pairs_of["t"]
+    episodes = episodes_of(tokens, count, draw)
+    rows = [train_critic.dialogue_row(tokenizer, episode, MAX_LENGTH, "ground_truth")
+            for episode in episodes]
+    pairs, = train_critic.dialogue_pairs(episodes, rows, "best_vs_rest", 0.0).values()
+    return pairs
 
 
 # -----------------------------------------------------------------------------

@@ -371,6 +371,29 @@ def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change):
     assert differing_weights(folder / "critic", output)
 
 
+@pytest.mark.parametrize("script", ["train_critic.py", "train_policy.py"])
+def test_dialogues_that_lose_turns_and_those_that_are_omitted_are_counted(tiny, tmp_path, script):
+    short, long = ("t", "q", "r", "I WANT TO ANSWER: x"), ("t", "q" * 200, "r", "x")
+    rows = [episode("t", 1.0, 0, short), episode("t", 0.0, 1, long),
+            episode("t", 0.5, 2, ("t", "y" * 600))]
+    path = write_rows(tmp_path / "e.jsonl", rows)
+    done = run_script(script, "--episodes", path, "--model", tiny(), "--output", tmp_path / "o",
+                      "--max_length", 200, "--pairs", "all", "--max_steps", 1)
+    assert "with --max_length 200, 1 " in done.stdout
+    assert "lose their oldest turns, and 1 are omitted" in done.stdout
+
+
+def test_a_log_without_ground_truth_is_refused_by_a_critic_that_would_show_it(tiny, tmp_path):
+    rows = [episode("t", reward, sample) for sample, reward in enumerate((1.0, 0.0))]
+    for row in rows:
+        row["task"] |= {"domain": "logged", "ground_truth": ""}
+        row["success"] = None
+    path = write_rows(tmp_path / "e.jsonl", rows)
+    done = run_script("train_critic.py", *flags(path, tiny(), tmp_path / "o"), check=False)
+    assert "task t: found no ground_truth" in done.stderr and "Traceback" not in done.stderr
+    run_script("train_critic.py", *flags(path, tiny(), tmp_path / "o", "--privileged", "none"))
+
+
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 0.2], [0.0, 0.0]])
 def test_no_pair_is_a_sentence_with_what_helps(tiny, tmp_path, rewards):
     path = write_rows(tmp_path / "episodes.jsonl", [

@@ -194,9 +194,11 @@ def test_only_instructions_that_all_episodes_share_and_no_domain_has_stay_with_t
     task = {"domain": "backend"}
     episodes = [{"task": task, "max_turns": turns,
                  "agent_prompt": agent_prompt_of(task, given, turns)} for given, turns in prompts]
-    assert custom_prompt(episodes) == expected
+    said = []
+    assert custom_prompt(episodes, said.append) == expected
+    assert bool(said) == (prompts[0][0] != prompts[1][0])
     official = [{"task": task, "agent_prompt": given} for given, _ in prompts]  # no max_turns
-    assert custom_prompt(official) == expected
+    assert custom_prompt(official, said.append) == expected
 
 
 @pytest.mark.parametrize("message, reason", [

@@ -143,13 +143,9 @@ def use_episodes(path):
         for message in row["dialogue_history"]:
             assert message.get("finished") in (None, True, False)
             assert isinstance(message["content"], str)
-    by_task = group_by_task(episodes)
-
-    def row_of(episode):
-        return train_critic.dialogue_row(TOKENIZER, episode, 400, "ground_truth")
-
+    rows = [train_critic.dialogue_row(TOKENIZER, episode, 400, "none") for episode in episodes]
     for rule in ("all", "best_vs_rest"):
-        train_critic.dialogue_pairs(row_of, by_task, rule, 0.0)
+        train_critic.dialogue_pairs(episodes, rows, rule, 0.0)
     list(collect.states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, draws=100)
 
@@ -623,6 +619,26 @@ def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sam
         train_critic.read_critic_flags(critic)
     shutil.rmtree(base)
     with pytest.raises(SystemExit, match=f"{base}: no such directory"):
+        train_critic.read_critic_flags(critic)
+
+
+def test_a_critic_finds_its_base_from_any_directory_and_asks_no_hub_for_one_that_is_gone(
+        tmp_path, monkeypatch):
+    base = tmp_path / "models/base"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text("{}")
+    (base / "run.json").write_text('{"flags": {}, "inputs": {}}')
+    monkeypatch.chdir(tmp_path)
+    flags = {"normalise": "turn", "privileged": "none", "max_length": 9, "model": "models/base",
+             "lora_rank": 0}
+    critic = tmp_path / "critic"
+    claim_output(critic / "run.json", flags, records("models/base"), PROCESS, ())
+    (critic / "config.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert train_critic.read_critic_flags(critic) == flags | {"model": str(base)}
+    shutil.rmtree(base)
+    with pytest.raises(SystemExit, match="models/base/run.json has changed, or is gone"):
         train_critic.read_critic_flags(critic)
 
 

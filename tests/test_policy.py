@@ -188,7 +188,7 @@ def test_training_reads_the_very_tokens_that_sampling_made():
 def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
     model = tiny_model(TOKENIZER)
     group = [episode("t", 1.0), episode("t", 0.0, 1, ("t", "why?", "so", "longer", "r", "no"))]
-    pairs_of, _ = dialogue_pairs(row_of, {"t": group}, "best_vs_rest", 0.0)
+    pairs_of = dialogue_pairs(group, [row_of(one) for one in group], "best_vs_rest", 0.0)
     pair, = pairs_of["t"]
     log_ratios = []  # over all agent tokens of each dialogue, which is read by itself
     for row, one in zip(pair, group, strict=True):
@@ -385,7 +385,7 @@ def test_nothing_to_learn_from_is_a_sentence(tiny, tmp_path):
 def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     states, _ = read_candidates(files / "ranked.jsonl", ranked=True)
     episodes, _ = load_episodes([files / "episodes.jsonl"])
-    pairs_of, _ = dialogue_pairs(row_of, group_by_task(episodes), "all", 0.0)
+    pairs_of = dialogue_pairs(episodes, [row_of(episode) for episode in episodes], "all", 0.0)
     groups = [*rows_of(states)[0], *pairs_of.values()]
     texts = [TOKENIZER.decode(row.ids) for pairs in groups for pair in pairs for row in pair]
     assert len(texts) > 50

@@ -203,7 +203,8 @@ def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatc
 
 
 @pytest.mark.parametrize("margins, ending", [
-    ([0.0002, 0.0001], ", after 2 steps; train/margin 0.0001: the model hardly moved; raise --lr"),
+    ([1e-4] * 20, ", after 20 steps; train/margin 0.0001: the model hardly moved; raise --lr"),
+    ([0.0, 0.0], ", after 2 steps; train/margin 0"),  # before their step, margins are 0
     ([0.0] * 30 + [-3.0] * 20, ", after 50 steps; train/margin -3"),
     ([None], ", after 1 steps"),
 ])

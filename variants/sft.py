@@ -51,10 +51,12 @@ def main(args):
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
     too_long = rows.count(None)
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(chosen, rows, strict=True) if row)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
-            f" {too_long} omitted, since their last turn does not fit in --max_length"
-            f" {args.max_length}")
+            f" with --max_length {args.max_length}, {shorter} of them lose their oldest turns, and"
+            f" {too_long} are omitted, since their last turn does not fit")
     if not rows:
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
                          f" {'a success' if args.successes else 'one'} of at most --max_length"
@@ -81,7 +83,7 @@ def main(args):
         optimizer.zero_grad()
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
-    run.save(model, tokenizer, custom_prompt(chosen))
+    run.save(model, tokenizer, custom_prompt(chosen, run.say))
 
 
 def parse_args(argv=None):
@@ -102,7 +104,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
-                        help="of data order")
+                        help="random seed of data order")
     parser.add_machine_flags()
     return parser.parse_args(argv)
 

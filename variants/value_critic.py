@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, first_request)
-from formats.read import read_candidates, state_key
+from formats.read import load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
@@ -42,7 +42,7 @@ from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
     PAIRS, PRIVILEGED, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches,
-    read_pairs)
+    split_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -177,7 +177,16 @@ def train(args):
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
     refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
-    groups, held_out = read_pairs(reader.dialogue, args, run)
+    episodes, failed = load_episodes(args.episodes)
+    episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
+    rows = [reader.dialogue(episode)
+            for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar)]
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(episodes, rows, strict=True) if row)
+    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); with --max_length"
+            f" {args.max_length}, {shorter} lose their oldest turns, and {rows.count(None)} are"
+            " omitted, since their last turn does not fit")
+    groups, held_out = split_pairs(episodes, rows, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
     if min(outcomes) < 0 or max(outcomes) > 1:
@@ -330,7 +339,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
                         help="gradient clipping")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
-                        help="of data order and hold-out")
+                        help="random seed of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
     parser.add_argument("--ranked", needs="candidates",
                         help="where to write them (default: OUTPUT/ranked.jsonl)")
