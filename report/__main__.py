@@ -64,8 +64,9 @@ def parse_args(argv=None):
                         help="as for evaluate.py; a NAME given again is another seed")
     parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME=METRICS.jsonl",
                         help="metrics.jsonl of checkpoints, for training curves")
-    parser.add_argument("--critic", help="checkpoint of a critic: its advantages shade the turns,"
-                        " and its metrics are shown, too")
+    parser.add_argument("--critic", help="checkpoint of a critic: its advantages shade the turns"
+                        " (of Eq. (3), also where it ranked with --reference plain), and its"
+                        " metrics are shown, too")
     parser.add_argument("--output", required=True, help="FILE.html to write")
     args = parser.parse_args(argv)
     args.command = "page"
@@ -89,7 +90,7 @@ def parse_pairs(argv):
                         help="which candidates are paired, see train_policy.py")
     parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
                         help="pairs drawn from a state's candidates")
-    parser.add_argument("--seed", type=int, least=0, default=0, help="of the pairs")
+    parser.add_argument("--seed", type=int, least=0, default=0, help="random seed of the pairs")
     args = parser.parse_args(argv)
     args.command = "pairs"
     return args

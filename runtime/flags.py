@@ -76,8 +76,9 @@ class FlagParser(argparse.ArgumentParser):
                           " CPUs); checkpoints are float32")
 
     def add_machine_flags(self):
-        """Flags of both trainers that say how something is computed, not what; results differ by
-        rounding only. LoRA is the exception: it trains other weights."""
+        """Flags of training that say how something is computed, not what; results differ by
+        rounding only. The exceptions: --lora_rank trains other weights, --max_steps ends earlier.
+        """
         group = self.add_argument_group("machine")
         group.add_argument("--packed", action="store_true",
                            help="compute what rows share once (fast/packed.py)")

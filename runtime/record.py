@@ -65,7 +65,8 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     if process.leads and (grown or not resumes):
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
-               "inputs": hashes, "versions": {"python": platform.python_version()} | versions,
+               "directory": os.getcwd(), "inputs": hashes,
+               "versions": {"python": platform.python_version()} | versions,
                "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
 
@@ -83,22 +84,24 @@ def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=
 
 
 def code_of_scripts():
-    """Script -> hash of its code: the script that runs, and those that it imports.
+    """Script -> hash of its code: the script that runs, and those of ours that it imports.
 
     They say what is computed; what stands elsewhere says how. Comments on lines of their own do not
     count.
     """
     root, hashes = Path(__file__).resolve().parent.parent, {}
-    waiting = [Path(sys.argv[0]).resolve()]
+    script = Path(sys.argv[0]).resolve()
+    waiting = [script]
     while waiting:
         path = waiting.pop()
-        name = str(path.relative_to(root)) if root in path.parents else ""
-        if path.parent not in (root, root / "variants") or not path.is_file() or name in hashes:
+        name = str(path.relative_to(root)) if root in path.parents else path.name
+        ours = path == script or path.parent in (root, root / "variants")
+        if not ours or not path.is_file() or name in hashes:
             continue
         lines = [line for line in path.read_text().splitlines()
                  if line.strip() and not line.lstrip().startswith("#")]
         hashes[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        imported = re.findall(r"^from ([\w.]+) import", "\n".join(lines), re.MULTILINE)
+        imported = re.findall(r"^(?:from|import) ([\w.]+)", "\n".join(lines), re.MULTILINE)
         waiting += [root / f"{module.replace('.', '/')}.py" for module in imported]
     return dict(sorted(hashes.items()))
 
@@ -222,9 +225,13 @@ def read_flags(path, needed):
     if missing:
         raise SystemExit(f"{path}: found what {run.get('script')} has trained, expected a"
                          f" checkpoint whose run.json has the flags {', '.join(needed)}")
-    check_checkpoint(flags["model"])
-    for base in records(flags["model"]):
-        if run["inputs"].get(base) != file_hash(base):
-            raise SystemExit(f"{path}: found that {base} has changed since this checkpoint was"
-                             " trained, expected the model that it started from; train it again")
-    return flags
+    there = Path(run.get("directory", ""), flags["model"])  # as named where the training ran
+    model = str(there) if there.is_dir() else flags["model"]
+    check_checkpoint(model)
+    before = run["inputs"].get(str(Path(flags["model"], "run.json")))
+    now = next(map(file_hash, records(model)), None)  # None: these scripts did not train it
+    if now != before:
+        raise SystemExit(f"{path}: found that {model}/run.json has changed, or is gone, since this"
+                         " checkpoint was trained, expected the model that it started from; train"
+                         " it again")
+    return flags | {"model": model}

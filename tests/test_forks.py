@@ -105,6 +105,28 @@ def test_an_edited_loss_is_not_taken_for_the_one_that_made_the_output(fork):
     run(FORKS["hinge"], folder, "--max_steps", "1")
 
 
+def test_a_script_of_ones_own_elsewhere_is_held_to_its_code_and_to_what_it_imports(fork):
+    folder = fork("hinge")
+    write_ranked(folder / "ranked.jsonl")
+    (folder / "mine").mkdir()
+    mine = folder / "mine/train.py"
+    code = ("import sys, pathlib\n"
+            "sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))\n"
+            "import train_policy\nfrom runtime.processes import launch\n"
+            "launch(train_policy.main, train_policy.parse_args())\n")
+    mine.write_text(code)
+    command = FORKS["hinge"].replace("train_policy.py", "mine/train.py")
+    run(command, folder, "--max_steps", "1")
+    mine.write_text(code + "print()\n")
+    with pytest.raises(AssertionError, match="since mine/train.py was edited"):
+        run(command, folder, "--max_steps", "2")
+    mine.write_text(code)
+    script = folder / "train_policy.py"
+    script.write_text(script.read_text().replace("F.relu(1 -", "F.relu(2 -"))
+    with pytest.raises(AssertionError, match="since train_policy.py was edited"):
+        run(command, folder, "--max_steps", "2")
+
+
 def test_a_critic_of_ones_own_ranks_for_the_policy(tmp_path):
     write_ranked(tmp_path / "candidates.jsonl")  # whose advantages are replaced
     run(f"python {ROOT}/docs/forks/own_critic.py candidates.jsonl ranked.jsonl", tmp_path)

@@ -13,7 +13,8 @@ r"""Best of N: at each turn the agent's best of N candidates is said (the paper'
 
 All other flags are collect.py's. Reads tasks and a critic; writes episodes as collect.py does, with
 `best_of_n` and `scorer` noted in each. A critic that sees the solution makes this an upper bound,
-and no way to serve a policy.
+and no way to serve a policy. The critic's reference sees the solution, too, as in Eq. (3), even if
+the critic has ranked with --reference plain.
 
 To choose in another way, add a class with a method `best`, and name it in `open_choice`.
 
