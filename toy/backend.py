@@ -312,22 +312,27 @@ PHRASES = {
 }
 
 
-def backend_demonstrator(task, messages, draw, habits):
-    """A noisy agent: it stops too early or asks for too long; habits say what it knows."""
-    num_needed = read_request(messages)
-    return demonstrate(messages, draw, num_needed, task["toy"]["details"], task["toy"]["likely"],
-                       habits)
+def backend_demonstrator(task, messages, draw, habits, informed=False):
+    """A noisy agent: it stops too early or asks for too long; habits say what it knows.
 
-
-def informed_backend_demonstrator(task, messages, draw, habits):
-    """A noisy agent that knows from the solution which details to ask for.
-
-    Its episodes show the tiny base model how to read a solution in its context, which a
-    pretrained model can do from the start.
+    An `informed` one reads in the solution which details to ask for. Its episodes show the tiny
+    base model how to read a solution in its context, which a pretrained model can do from the
+    start.
     """
-    num_needed = read_request(messages)
-    preferred = details_in(task["ground_truth"])
-    return demonstrate(messages, draw, num_needed, task["toy"]["details"], preferred, habits)
+    num_needed, details = read_request(messages), task["toy"]["details"]
+    preferred = details_in(task["ground_truth"]) if informed else task["toy"]["likely"]
+    own_messages = [message for message in messages if message["role"] == "assistant"]
+    asked = [asked_about(message["content"]) for message in own_messages]
+    told = details_told(messages)
+    known = [(detail, told[detail]) for detail in DETAILS if detail in asked and detail in told]
+    if len(known) >= num_needed:
+        answer_probability = habits.answer_complete
+    else:
+        answer_probability = habits.answer_incomplete
+    if draw.random() < answer_probability:
+        return f"{ANSWER_MARKER}\n{code_of(with_slips(known, habits, draw))}"
+    detail = detail_to_ask(asked, details, preferred, habits, draw)
+    return draw.choice(QUESTIONS).format(detail)
 
 
 def guessing_backend_demonstrator(task, messages, draw):
@@ -370,22 +375,6 @@ def details_told(messages):
                     detail, option = PHRASES[phrase]
                     told[detail] = option
     return told
-
-
-def demonstrate(messages, draw, num_needed, details, preferred, habits):
-    """The next message of a demonstrator that would like to ask for the `preferred` details."""
-    own_messages = [message for message in messages if message["role"] == "assistant"]
-    asked = [asked_about(message["content"]) for message in own_messages]
-    told = details_told(messages)
-    known = [(detail, told[detail]) for detail in DETAILS if detail in asked and detail in told]
-    if len(known) >= num_needed:
-        answer_probability = habits.answer_complete
-    else:
-        answer_probability = habits.answer_incomplete
-    if draw.random() < answer_probability:
-        return f"{ANSWER_MARKER}\n{code_of(with_slips(known, habits, draw))}"
-    detail = detail_to_ask(asked, details, preferred, habits, draw)
-    return draw.choice(QUESTIONS).format(detail)
 
 
 def with_slips(known, habits, draw):

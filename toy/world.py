@@ -23,7 +23,7 @@ import typing
 
 from toy.backend import (
     DETAILS, NUMBERS, OMITTED, TOPICS, backend_demonstrator, backend_human, backend_tasks,
-    guessing_backend_demonstrator, informed_backend_demonstrator)
+    guessing_backend_demonstrator)
 from toy.frontend import frontend_demonstrator, frontend_human, frontend_tasks
 
 # -----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ SCRIPTED = {
     ("backend", "agent", "knowing"): functools.partial(backend_demonstrator, habits=KNOWING),
     ("backend", "agent", "guessing"): guessing_backend_demonstrator,
     ("backend", "agent", "informed"): functools.partial(
-        informed_backend_demonstrator, habits=INFORMED),
+        backend_demonstrator, habits=INFORMED, informed=True),
     ("frontend", "human", ""): frontend_human,
     ("frontend", "agent", ""): frontend_demonstrator,
     ("frontend", "agent", "informed"): functools.partial(frontend_demonstrator, informed=True),
