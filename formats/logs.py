@@ -15,12 +15,11 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 from pathlib import Path
 
 from colbench import agent_prompt_of
-from formats.read import complete_episode, is_finite, read_episodes
-from runtime.files import read_jsonl, read_prompt
+from formats.read import complete_episode, group_by_task, is_finite, read_episodes
+from runtime.files import read_jsonl, read_prompt, write_jsonl
 from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
@@ -36,36 +35,25 @@ def import_command(args):
     if first is None:
         raise SystemExit(f"{args.file}: found no line, expected one dialogue a line, such as"
                          f" {SMALLEST}")
-    is_log = "messages" in first or "dialogue_history" not in first
-    episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
-    output, count = Path(args.output), 0
+    output = Path(args.output)
     if output.exists() and output.samefile(args.file):
         raise SystemExit(f"{output}: found the same file as input and --output, expected another"
                          " name; the log would be replaced")
-    rewards = {}  # task_id -> those of its dialogues
-    distinct = set()  # hashes of the dialogues
+    is_log = "messages" in first or "dialogue_history" not in first
+    episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            for episode in episodes:
-                file.write(json.dumps(episode) + "\n")
-                count += 1
-                task_id = episode["task"]["task_id"]
-                said = [message["content"] for message in episode["dialogue_history"]]
-                distinct.add(hash((task_id, episode["reward"], *said)))
-                of_task = rewards.setdefault(task_id, set())
-                if not episode["error"]:
-                    of_task.add(episode["reward"])
-        os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
-    unequal = sum(len(of_task) > 1 for of_task in rewards.values())
-    found = set().union(*rewards.values())
-    print(f"{output}: {counted(count, 'episode')} of {counted(len(rewards), 'task')}, {unequal} of"
-          f" them with different rewards; rewards from {min(found, default=0):g} to"
+    write_jsonl(output, episodes)
+    by_task = group_by_task(episodes)
+    rewards = [{episode["reward"] for episode in group if not episode["error"]}
+               for group in by_task.values()]  # of each task
+    unequal, found = sum(len(of_task) > 1 for of_task in rewards), set().union(*rewards)
+    print(f"{output}: {counted(len(episodes), 'episode')} of {counted(len(by_task), 'task')},"
+          f" {unequal} of them with different rewards; rewards from {min(found, default=0):g} to"
           f" {max(found, default=0):g}, taken as they are")
-    repeated = count - len(distinct)
+    distinct = {(episode["task"]["task_id"], episode["reward"],
+                 *(message["content"] for message in episode["dialogue_history"]))
+                for episode in episodes}
+    repeated = len(episodes) - len(distinct)
     if repeated:
         print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
     if not unequal:
@@ -75,15 +63,16 @@ def import_command(args):
 
 def official_episodes(path, prompt):
     """Episodes of the official trajectory file, which omits what the agent was told."""
-    for episode in read_episodes(path):
+    episodes = read_episodes(path)
+    for episode in episodes:
         if episode["agent_prompt"] is None:
             episode["agent_prompt"] = agent_prompt_of(episode["task"], prompt)
-        yield episode
+    return episodes
 
 
 def log_episodes(path, prompt):
     """An episode for each line of a log. After lines that do not fit, it stops and names them."""
-    samples, faults = {}, []  # samples: task -> the numbers of its dialogues
+    episodes, samples, faults = [], {}, []  # samples: task -> the numbers of its dialogues
     for where, row in read_jsonl(path):
         wrong = faults_of(row)
         if wrong:
@@ -107,15 +96,16 @@ def log_episodes(path, prompt):
             faults.append(f"{where}: found sample {number} of task {key!r} a second time")
             continue
         used.add(number)
-        yield complete_episode({
+        episodes.append(complete_episode({
             "task": {"task_id": str(key), "domain": "logged", "problem_description": request,
                      "ground_truth": row.get("ground_truth") or ""},
             "sample": number, "dialogue_history": messages,
             "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
-            "agent_prompt": system or "", "leak": 0.0}, where)
+            "agent_prompt": system or "", "leak": 0.0}, where))
     if faults:
         more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
+    return episodes
 
 
 def text_of(message):
