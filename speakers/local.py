@@ -5,6 +5,7 @@ import dataclasses
 import numpy
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
 from runtime.models import default_device, load_model, load_tokenizer
@@ -89,14 +90,10 @@ class LocalSpeaker(Speaker):
         samples = self._generate(prompts, caches, n, [request.seed for request in requests])
         for request, sample in zip(requests, samples[::n], strict=True):
             if request.key is not None and sample.cache:
-                self._keep(request.key, sample.cache)
+                self.kept[request.key] = sample.cache
+                if len(self.kept) > self.batch_size:
+                    del self.kept[next(iter(self.kept))]  # most likely that of an ended dialogue
         return [self._utterance(sample) for sample in samples]
-
-    def _keep(self, key, cache):
-        """As many caches as dialogues are played at a time; those of ended ones go first."""
-        self.kept[key] = cache
-        if len(self.kept) > self.batch_size:
-            del self.kept[next(iter(self.kept))]
 
     @torch.inference_mode()
     def _generate(self, prompts, caches, n, seeds):
@@ -284,28 +281,19 @@ def joined_cache(caches, counts):
     """
     joined = transformers.DynamicCache()
     if any(counts):
-        num_layers = next(len(kept.layers) for kept in caches if kept is not None)
-        for layer in range(num_layers):
-            keys, values = [], []
-            for kept in caches:
-                row_keys, row_values = (None, None) if kept is None else kept.layers[layer]
-                keys.append(row_keys)
-                values.append(row_values)
+        kept = [cache for cache in caches if cache is not None]
+        for layer in range(len(kept[0].layers)):
+            # any other's, of which no token is taken, stands for one that is missing
+            states = [(cache or kept[0]).layers[layer] for cache in caches]
+            keys, values = zip(*states, strict=True)
             joined.update(left_padded(keys, counts), left_padded(values, counts), layer)
-            for kept in caches:
-                if kept is not None:
-                    kept.layers[layer] = None
+            for cache in kept:
+                cache.layers[layer] = None
     caches.clear()
     return joined
 
 
 def left_padded(states, counts):
     """The first counts[r] positions of states[r] (H, T, D), padded on the left: (R, H, P, D)."""
-    example = next(state for state in states if state is not None)
-    heads, _, size = example.shape
-    length = max(counts)
-    padded = example.new_zeros(len(states), heads, length, size)
-    for row, (state, count) in enumerate(zip(states, counts, strict=True)):
-        if count:
-            padded[row, :, length - count:] = state[:, :count]
-    return padded
+    rows = [state[:, :count].transpose(0, 1) for state, count in zip(states, counts, strict=True)]
+    return pad_sequence(rows, batch_first=True, padding_side="left").transpose(1, 2)
