@@ -14,7 +14,6 @@ matrices. In bf16, merged weights would lose most of a small update to rounding,
 compute in bf16 get W and the matrices apart again, as they were in training (`take_apart`).
 """
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -70,19 +69,6 @@ def lora_layers(model):
             if isinstance(module, LoraLinear)}
 
 
-@contextlib.contextmanager
-def matrices_off(model):
-    """The model that training started from. Nothing changes for a model without matrices."""
-    layers = [layer for layer in lora_layers(model).values() if not layer.earlier]
-    for layer in layers:
-        layer.enabled = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enabled = True
-
-
 class WithoutMatrices:
     """The model that training started from, in the memory of the one that it became."""
 
@@ -93,8 +79,14 @@ class WithoutMatrices:
         return getattr(self.model, name)
 
     def __call__(self, *inputs, **options):
-        with matrices_off(self.model):
+        layers = [layer for layer in lora_layers(self.model).values() if not layer.earlier]
+        for layer in layers:
+            layer.enabled = False
+        try:
             return self.model(*inputs, **options)
+        finally:
+            for layer in layers:
+                layer.enabled = True
 
 
 # -----------------------------------------------------------------------------

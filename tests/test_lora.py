@@ -18,8 +18,8 @@ from formats.read import read_episodes
 from runtime import checkpoints
 from runtime.checkpoints import trained_parameters
 from runtime.lora import (
-    LINEAR_LAYERS, MATRICES, LoraLinear, add_matrices, load_matrices, lora_layers,
-    matrices_off, merge)
+    LINEAR_LAYERS, MATRICES, LoraLinear, WithoutMatrices, add_matrices, load_matrices, lora_layers,
+    merge)
 from runtime.models import load_model
 from runtime.processes import Process
 from train_critic import Critic
@@ -48,8 +48,7 @@ def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it
     expected = plain(IDS).logits
     assert torch.equal(fresh(IDS).logits, expected)
     assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
-    with matrices_off(learnt):
-        assert torch.equal(learnt(IDS).logits, expected)
+    assert torch.equal(WithoutMatrices(learnt)(IDS).logits, expected)
     assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
 
 
@@ -169,15 +168,15 @@ def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(ti
     change = learnt(IDS).logits - expected
 
     def error_of(model):  # in float32, so that the weights' rounding is all there is
-        return ((model.float()(IDS).logits - expected - change).norm() / change.norm()).item()
+        model.float()
+        return ((model(IDS).logits - expected - change).norm() / change.norm()).item()
 
     merged = rounded(load_model(str(tmp_path), dtype="float32"))
     apart = load_model(str(tmp_path), dtype="bfloat16")
     assert apart.dtype == torch.bfloat16
     assert apart.model.rotary_emb.inv_freq.dtype == torch.float32  # as in any bf16 model
     assert error_of(merged) > 0.3 and error_of(apart) < 0.02
-    with matrices_off(apart):  # they belong to the checkpoint
-        assert error_of(apart) < 0.02
+    assert error_of(WithoutMatrices(apart)) < 0.02  # they belong to the checkpoint
 
 
 def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_path):
