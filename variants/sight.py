@@ -39,13 +39,10 @@ class Sight:
         pixels of all tasks at once would fill the memory.
         """
         opening = messages[:first_request(messages) + 1]
-        # tuples and texts, which a cache can look up
-        opening = tuple((message["role"], message["content"]) for message in opening)
-        return functools.partial(self.read, json.dumps(task), opening)
+        return functools.partial(self.read, json.dumps([task, opening]))  # a key of the cache
 
-    def _read(self, task, opening):
-        task = json.loads(task)
-        messages = [{"role": role, "content": content} for role, content in opening]
+    def _read(self, seen):
+        task, messages = json.loads(seen)
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
         if self.privileged == "ground_truth" and DOMAINS[task["domain"]].pages:
             picture = self.draw(solution_page(task["ground_truth"]))
