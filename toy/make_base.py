@@ -30,9 +30,9 @@ from runtime.files import write_jsonl
 # The model
 
 
-def toy_model(tokenizer, seed):
+def toy_model(tokenizer):
     """A Llama of 0.6 to 0.8 million random parameters for the toy's tokenizer."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -119,7 +119,7 @@ def model_command(args):
     transformers.logging.disable_progress_bar()
     episodes, _ = load_episodes(args.episodes)
     tokenizer = toy_tokenizer(episodes)
-    model = toy_model(tokenizer, args.seed)
+    model = toy_model(tokenizer)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(f"{args.output}: {model.num_parameters():,} random weights, {len(tokenizer):,} tokens")
@@ -163,7 +163,6 @@ def main(argv=None):
     model = commands.add_parser("model", help="a tiny model of random weights, and its tokenizer")
     model.add_argument("episodes", nargs="+", help="episodes whose words the tokenizer knows")
     model.add_argument("--output", required=True, help="checkpoint directory to write")
-    model.add_argument("--seed", type=int, default=0, help="of the weights")
     model.set_defaults(command=model_command)
     inform = commands.add_parser("inform", help="episodes that show their solution first")
     inform.add_argument("episodes", help="file of episodes")
