@@ -75,7 +75,6 @@ def serve_answers(control: socket.socket, folder: str) -> None:
             program = ctypes.create_string_buffer(child_filter(PROCESS_MARK))
     os.dup2(0, 2)  # /dev/null
     control.send(json.dumps(status).encode() + b"\n")
-    rehearse()
     gc.collect()
     gc.freeze()
     while True:
@@ -295,21 +294,6 @@ def landlock_rules(libc: ctypes.CDLL, folder: str) -> int:
 
 # -----------------------------------------------------------------------------
 # The child: run the tests, report values and never verdicts
-
-
-def rehearse() -> None:
-    """Run a job of our own before any fork.
-
-    Python rewrites code in its first runs, and each child would do so in its own copy.
-    """
-    job = {
-        "code": "def f(n):\n    return {str(i): [i, 0.5] for i in range(n)}",
-        "tests": ["f(2)", "f()"],
-        "profile": "fixed",
-    }
-    with open(os.devnull, "wb") as nowhere:
-        for _ in range(10):
-            run_job(json.dumps(job).encode(), nowhere.fileno())
 
 
 def answer_job(descriptor: int) -> None:
