@@ -179,10 +179,9 @@ class DevTools:
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
 
-    def open_page(self, **options):
-        """Open a blank page, with options of Target.createTarget. Later commands are for it."""
-        self.session = None
-        target = self.call("Target.createTarget", url="about:blank", **options)["targetId"]
+    def open_page(self):
+        """Open a blank page. Later commands are for it."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self.session = attached["sessionId"]
 
@@ -252,18 +251,12 @@ class Browser:
         self.pages_per_start = pages_per_start
         self.stylesheet = base64.b64encode(gzip.decompress(TAILWIND_FILE.read_bytes())).decode()
         self.devtools = None
-        self.starts = 0
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
-
-    @property
-    def process(self):
-        """The process of the running Chromium, None where none runs."""
-        return self.devtools.process if self.devtools else None
 
     def render(self, html):
         """The full page as PNG bytes; PageError says why there is none."""
@@ -305,7 +298,6 @@ class Browser:
         self.devtools = DevTools([*CHROMIUM_FLAGS, NO_SCRIPT], self._handle_event)
         self.devtools.set_deadline(START_SECONDS)
         self.pages_left = self.pages_per_start
-        self.starts += 1
         try:
             self._open_page()
         except PageError as error:
