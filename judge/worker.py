@@ -130,7 +130,7 @@ def run_child(
                 if not install_filter(libc, program):
                     os._exit(1)
         if os.getppid() == worker:
-            answer_job(descriptor)
+            run_job(descriptor)
     finally:
         os._exit(1)
 
@@ -296,22 +296,13 @@ def landlock_rules(libc: ctypes.CDLL, folder: str) -> int:
 # The child: run the tests, report values and never verdicts
 
 
-def answer_job(descriptor: int) -> None:
-    """A child's work: the job that the parent sends, and the end."""
-    chunks = []
-    while True:
-        chunk = os.read(descriptor, 1 << 16)
-        if not chunk:
-            break
-        chunks.append(chunk)
-    run_job(b"".join(chunks), descriptor)
-    os.close(descriptor)  # the parent continues while the rest of the process is taken down
-    os._exit(0)
+def run_job(descriptor: int) -> None:
+    """A child's work: run the tests of the job that the parent sends, write a line for each, end.
 
-
-def run_job(text: bytes, descriptor: int) -> None:
-    """Run the tests of a job and write one line for each: what came out of it."""
-    job = json.loads(text)
+    A line says what came out of the test.
+    """
+    with open(descriptor, "rb", buffering=0, closefd=False) as channel:
+        job = json.loads(channel.read())
     official = job["profile"] == "official"
     sys.setswitchinterval(1e-4)  # a thread that a test left spinning hardly delays the next tests
     generator = random._inst
@@ -337,6 +328,8 @@ def run_job(text: bytes, descriptor: int) -> None:
         except BaseException as error:
             outcome = f"raised {type(error).__name__}"
         os.write(descriptor, outcome.encode("ascii", "replace") + b"\n")
+    os.close(descriptor)  # the parent continues while the rest of the process is taken down
+    os._exit(0)
 
 
 def run_test(program, test: str, official: bool) -> str:
