@@ -21,22 +21,17 @@ import torch
 import transformers
 
 
-def use_attention(model, name, function):
-    """Let the model attend by `function`, with the masks of scaled_dot_product_attention."""
-    from transformers.masking_utils import sdpa_mask
-
-    transformers.AttentionInterface.register(name, function)
-    transformers.AttentionMaskInterface.register(name, sdpa_mask)
-    model.set_attn_implementation(name)
-
-
 def share_prompts(model, cache, n):
     """A cache with n samples for each row of `cache`, which holds the prompts."""
+    from transformers.masking_utils import sdpa_mask
+
     if model.config._attn_implementation == "eager":
         # A model that must run so has more than the attention below knows: sinks, soft caps.
         cache.batch_repeat_interleave(n)
         return cache
-    use_attention(model, "shared_prompts", shared_prompts_attention)
+    transformers.AttentionInterface.register("shared_prompts", shared_prompts_attention)
+    transformers.AttentionMaskInterface.register("shared_prompts", sdpa_mask)
+    model.set_attn_implementation("shared_prompts")
     return SharedPrompts(cache, n)
 
 

@@ -1,5 +1,6 @@
 """Language models in this process as speakers: batched sampling, kept caches."""
 
+import contextlib
 import dataclasses
 
 import numpy
@@ -217,17 +218,10 @@ def encode_prompt(tokenizer, messages):
 def stop_tokens(model, tokenizer):
     """The ids of the tokens that end a text, as the checkpoint and the chat template say."""
     ends = model.generation_config.eos_token_id
-    if not isinstance(ends, list):
-        ends = [ends]
-    return {*ends, tokenizer.eos_token_id, closing_token(tokenizer)} - {None}
-
-
-def closing_token(tokenizer):
-    """The end-of-turn token where the template shows one, else the tokenizer's end of text."""
-    try:
-        return end_of_turn(tokenizer)[0]
-    except UnnestedTemplate:
-        return tokenizer.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
+    with contextlib.suppress(UnnestedTemplate):  # which shows no end of a turn
+        ends.add(end_of_turn(tokenizer)[0])
+    return ends - {None}
 
 
 def uniform_numbers(seeds, n, length):
