@@ -150,8 +150,8 @@ def credit_auc(states, credits):
     return {f"credit_auc/{kind}": sum(found) / len(found) for kind, found in hits.items() if found}
 
 
-def halves_shares(states, credits, pairs_per_state=4, seed=0):
-    """{"halves/right": share, ...} of the pairs that train_policy.py draws by the paper's halves.
+def halves_shares(states, credits):
+    """{"halves/right": share, ...} of the pairs that train_policy.py draws by its defaults.
 
     A pair is right if its chosen candidate is truly better, equal if both have the same credit.
     """
@@ -159,7 +159,7 @@ def halves_shares(states, credits, pairs_per_state=4, seed=0):
 
     counts = Counter()
     for state, credit in zip(states, credits, strict=True):
-        for chosen, rejected in state_pairs(state, "halves", pairs_per_state, seed):
+        for chosen, rejected in state_pairs(state, "halves", pairs_per_state=4, seed=0):
             if credit[chosen].value == credit[rejected].value:
                 counts["equal"] += 1
             else:

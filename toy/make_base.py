@@ -165,13 +165,12 @@ def main(argv=None):
     model.add_argument("--output", required=True, help="checkpoint directory to write")
     model.set_defaults(command=model_command)
     inform = commands.add_parser("inform", help="episodes that show their solution first")
-    inform.add_argument("episodes", help="file of episodes")
-    inform.add_argument("--output", required=True, help="FILE.jsonl to write")
     inform.set_defaults(command=inform_command)
     recite = commands.add_parser("recite", help="dialogues that say what a solution holds")
-    recite.add_argument("episodes", help="file of episodes")
-    recite.add_argument("--output", required=True, help="FILE.jsonl to write")
     recite.set_defaults(command=recite_command)
+    for command in (inform, recite):
+        command.add_argument("episodes", help="file of episodes")
+        command.add_argument("--output", required=True, help="FILE.jsonl to write")
     args = parser.parse_args(argv)
     args.command(args)
 
