@@ -41,7 +41,6 @@ def import_command(args):
                          " name; the log would be replaced")
     is_log = "messages" in first or "dialogue_history" not in first
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(output, episodes)
     by_task = group_by_task(episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}

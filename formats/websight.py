@@ -1,10 +1,7 @@
 """`colbench.py websight`: rows of WebSight as frontend tasks."""
 
-from pathlib import Path
-
 from judge.pages import official_addresses
-from runtime.files import expect
-from runtime.files import read_jsonl, write_jsonl
+from runtime.files import expect, read_jsonl, write_jsonl
 
 TRAIN_ROWS = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones
 
@@ -20,5 +17,4 @@ def websight(rows_path, train_path, test_path=None):
     parts = tasks[:TRAIN_ROWS], tasks[TRAIN_ROWS:]
     for path, part in zip((train_path, test_path), parts, strict=True):
         if path:
-            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
             write_jsonl(path, part)

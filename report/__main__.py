@@ -49,7 +49,6 @@ def main(args):
         annotate(policies, critic, held_out_tasks(args.critic) if critic else ())
     data = overview(results, policies, named_files(args.policies), training)
     data |= {"sentences": sentences, "tables": tables}
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(args.output, page_of(data, policies))
     print("\n".join([*sentences, f"report: {args.output}"]))
 

@@ -65,6 +65,7 @@ def read_prompt(path):
 def write_atomically(path, text):
     """Replace `path` in one step, so that a reader or a kill never meets half a file."""
     temporary = Path(f"{path}.tmp{os.getpid()}")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

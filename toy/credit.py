@@ -184,7 +184,6 @@ def rank_command(args):
         ranker = "true credit"
     rows = [state | {"advantages": values, "ranker": ranker}
             for state, values in zip(states, advantages, strict=True)]
-    Path(args.output).absolute().parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(args.output, rows)
     print(f"{args.output}: {len(rows)} states, ranked by {ranker}; {omitted} failed ones omitted")
 
@@ -193,8 +192,6 @@ def auc_command(args):
     """Print how true a ranker's advantages are, and add that to a log, such as its training's."""
     states, _ = read_candidates(args.candidates, ranked=True)
     check_world(states, args.candidates)
-    if args.metrics:
-        Path(args.metrics).absolute().parent.mkdir(parents=True, exist_ok=True)
     credits = credits_of(states)
     found = credit_auc(states, credits) | halves_shares(states, credits)
     for name, value in found.items():
