@@ -231,7 +231,6 @@ def main(args):
     results = score(read_policies(args.policies))
     tables = all_tables(results)
     output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=2, allow_nan=False)
     write_atomically(output / "results.json", text + "\n")
     write_atomically(output / "results.md", "\n\n".join(map(markdown, tables)) + "\n")

@@ -175,7 +175,8 @@ def read_candidates(path, ranked=False):
     states, seen, omitted = [], set(), 0
     for where, row in read_jsonl(path):
         refuse_other_kind(row, "ranked candidates" if ranked else "candidates", where)
-        omit = row.get("error") or (ranked and row.get("advantages", ()) is None)
+        too_long = "advantages" in row and row["advantages"] is None  # for the ranker
+        omit = row.get("error") or (ranked and too_long)
         keys = {} if omit else RANKED_KEYS if ranked else CANDIDATE_KEYS
         check_keys(row, STATE_KEYS | keys, CANDIDATE_OPTIONS, where)
         row["task"] = complete_task(row["task"], f"{where}, task")

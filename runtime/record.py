@@ -164,10 +164,10 @@ def changes_since(before, flags, hashes, may_differ):
     changed, grown = [], False
     for name in sorted((flags.keys() | before["flags"].keys()) - set(may_differ)):
         old, new = before["flags"].get(name), flags.get(name)
+        moved = is_named_server(name, before["flags"]) and is_named_server(name, flags)
         if name in COUNTS and old is not None and (new is None or new > old):
             grown = True
-        elif new != old and not (is_named_server(name, before["flags"])
-                                 and is_named_server(name, flags)):
+        elif new != old and not moved:
             changed.append(name if name in before["flags"] else f"{name} (a new flag)")
     changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
     return changed, grown

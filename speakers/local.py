@@ -153,11 +153,11 @@ class LocalSpeaker(Speaker):
 
             padding  kept tokens | new tokens
         """
-        counts = [0 if kept is None else common_prefix(ids, kept.ids)
-                  for ids, kept in zip(prompts, caches, strict=True)]  # tokens that are reused
-        most_new = max(len(ids) - count for ids, count in zip(prompts, counts, strict=True))
+        known = [0 if kept is None else common_prefix(ids, kept.ids)
+                 for ids, kept in zip(prompts, caches, strict=True)]  # tokens that a cache holds
+        most_new = max(len(ids) - count for ids, count in zip(prompts, known, strict=True))
         counts = [max(0, min(count, len(ids) - most_new))
-                  for ids, count in zip(prompts, counts, strict=True)]
+                  for ids, count in zip(prompts, known, strict=True)]  # those that are reused
         new_ids = [ids[count:] for ids, count in zip(prompts, counts, strict=True)]
         past = max(counts)
         width = past + max(len(ids) for ids in new_ids)
