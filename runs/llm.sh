@@ -4,7 +4,7 @@
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
 # docs/measured.md says what SmolLM2-135M-Instruct reached, and why SWEET-RL does not lead here yet.
-# A killed run goes on where it stopped. On an H200 these commands took some 20 minutes a seed, on
+# A killed run goes on where it stopped. On an H200 these commands took about 20 minutes a seed, on
 # two CPU cores they take most of a day; an earlier recipe (120 tasks, four states, half the epochs)
 # took two and a half hours.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
