@@ -121,8 +121,7 @@ def word_tokenizer(size):
     vocabulary = {text: token for token, text in enumerate(texts)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     fast.add_special_tokens({"additional_special_tokens": marks[1:4]})
     fast.chat_template = TEMPLATES["llama3"]
     return fast

@@ -91,8 +91,7 @@ def byte_tokenizer(template="llama3"):
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     fast.add_special_tokens({"additional_special_tokens": ["<bos>", "<start>", "<stop>"]})
     fast.chat_template = TEMPLATES.get(template, template)
     return fast

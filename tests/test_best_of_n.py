@@ -66,8 +66,7 @@ def test_the_greatest_advantage_wins_the_first_of_equals_and_too_long_a_state_ha
     critic.advantages = lambda *_: advantages
     agent = Served(None)
     agent.reply_to = lambda request: [Utterance(text, True) for text in texts]
-    assert BestOfN(agent, CriticChoice(critic), 3).reply(REQUEST) == [
-        Utterance(texts[index], True)]
+    assert BestOfN(agent, CriticChoice(critic), 3).reply(REQUEST) == [Utterance(texts[index], True)]
 
 
 def test_an_empty_message_wins_only_where_all_are_empty():

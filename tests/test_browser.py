@@ -19,16 +19,8 @@ import pytest
 from conftest import LINK, PAGE, ROOT, needs_chromium
 
 from judge.browser import (
-    CHROMIUM_FLAGS,
-    MAX_HEIGHT,
-    MAX_PAGE_CHARACTERS,
-    Browser,
-    DevTools,
-    PageError,
-    find_chromium,
-    placeholder_picture,
-    settled_page,
-)
+    CHROMIUM_FLAGS, MAX_HEIGHT, MAX_PAGE_CHARACTERS, Browser, DevTools, PageError, find_chromium,
+    placeholder_picture, settled_page)
 from judge.pages import open_picture
 
 RED_500 = (239, 68, 68)
@@ -90,12 +82,8 @@ def test_chromium_and_its_profile_end_with_an_owner_that_is_killed(tmp_path):
         "input()\n"
     )
     owner = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)})
     group = int(owner.stdout.readline())
     assert list(tmp_path.glob("colbench-chromium-*"))
     owner.kill()
@@ -134,9 +122,7 @@ def test_devtools_runs_script_opens_files_and_tells_of_events(tmp_path):
             devtools.call("No.such")
         devtools.set_deadline(0.2)
         with pytest.raises(PageError, match=r"took more than 0\.2 seconds"):
-            devtools.call(
-                "Runtime.evaluate", expression="new Promise(() => 0)", awaitPromise=True
-            )
+            devtools.call("Runtime.evaluate", expression="new Promise(() => 0)", awaitPromise=True)
     finally:
         devtools.close()
     assert not os.path.exists(devtools.profile)
@@ -174,17 +160,14 @@ def test_a_script_tag_that_never_ends_takes_no_time():
         assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize(
-    "address, size",
-    [
-        ("https://picsum.photos/id/48/300/200", (300, 200)),
-        ("https://picsum.photos/1600/400-decor", (1600, 400)),
-        ("https://picsum.photos/250", (250, 250)),
-        ("https://source.unsplash.com/random/320x240/?cat", (320, 240)),
-        ("https://images.unsplash.com/photo-15123-ab?w=640&h=480", (640, 480)),
-        ("https://picsum.photos/99999999/0", (2000, 1)),
-    ],
-)
+@pytest.mark.parametrize("address, size", [
+    ("https://picsum.photos/id/48/300/200", (300, 200)),
+    ("https://picsum.photos/1600/400-decor", (1600, 400)),
+    ("https://picsum.photos/250", (250, 250)),
+    ("https://source.unsplash.com/random/320x240/?cat", (320, 240)),
+    ("https://images.unsplash.com/photo-15123-ab?w=640&h=480", (640, 480)),
+    ("https://picsum.photos/99999999/0", (2000, 1)),
+])
 def test_placeholder_pictures_have_the_size_asked_for_within_caps(address, size):
     pillow = pytest.importorskip("PIL.Image")
     picture = pillow.open(io.BytesIO(placeholder_picture(address)))
@@ -353,8 +336,7 @@ def test_hostile_pages_reach_neither_loopback_nor_the_outside():
 @pytest.mark.slow
 @pytest.mark.parametrize("open_network", [False, True])
 def test_flags_close_the_network_where_requests_pass_and_without_them_the_attacks_arrive(
-    monkeypatch, open_network
-):
+        monkeypatch, open_network):
     answer_request = Browser._answer_request
 
     def let_through(browser, request, address, kind):
@@ -461,11 +443,7 @@ def draw_in_a_process(page, folder, name):
         flags += ["--no-sandbox", f"--user-data-dir={profile}", "--window-size=1280,800"]
         subprocess.run(
             [find_chromium(), *flags, f"--screenshot={folder}/{name}.png", f"file://{path}"],
-            stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            timeout=60,
-            check=True,
-        )
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=60, check=True)
     assert (folder / f"{name}.png").exists()
 
 

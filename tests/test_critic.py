@@ -57,8 +57,7 @@ def slow_turn_logprobs(model, row):
 
 @pytest.mark.parametrize("family, tied", [
     ("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False)])
-def test_equations_2_and_3_equal_a_slow_float64_loop_over_ragged_and_one_token_turns(
-        family, tied):
+def test_equations_2_and_3_equal_a_slow_float64_loop_over_ragged_and_one_token_turns(family, tied):
     tokenizer = byte_tokenizer()
     rows = rows_of(tokenizer, *DIALOGUES)
     critic, reference = (tiny_model(tokenizer, family, tied, seed) for seed in (1, 2))

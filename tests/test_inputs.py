@@ -16,15 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    TEMPLATES,
-    UNNESTED,
-    byte_tokenizer,
-    dialogue,
-    episode,
-    run_script,
-    tiny_model,
-    write_episodes,
-)
+    TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode, run_script, tiny_model, write_episodes)
 
 import collect
 import evaluate
@@ -485,8 +477,7 @@ def test_a_damaged_checkpoint_is_a_sentence_that_names_it(tiny, tmp_path, damage
 
 
 @pytest.mark.parametrize("spec", ["runs/bsae", "./bsae", "/none/base"])
-def test_a_mistyped_directory_is_refused_before_the_output_is_claimed(
-        tmp_path, monkeypatch, spec):
+def test_a_mistyped_directory_is_refused_before_the_output_is_claimed(tmp_path, monkeypatch, spec):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/base", "base"):
         (tmp_path / name).mkdir(parents=True)

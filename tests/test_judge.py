@@ -35,8 +35,7 @@ DOUBLE = {
     "test_cases": {"test1": "f(1)", "test2": "f(2)", "test3": "f(3)"},
 }
 needs_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="these protections exist on Linux only"
-)
+    sys.platform != "linux", reason="these protections exist on Linux only")
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
@@ -186,19 +185,15 @@ COMPREHENSIONS = ["[f(i) for i in [1]]", "{f(i) for i in [1]}", "{i: f(i) for i 
 BANNED_WORD = "def f(n):\n    return 'sudo'"
 
 
-@pytest.mark.parametrize(
-    "code, tests, official_reward",
-    [
-        (FACTORIAL, ["f(0)", "f(3)"], 0.5),
-        (IMPORT_OUTSIDE, ["f(1)"], 0.0),
-        (IMPORT_INSIDE, ["f(1)"], 1.0),
-        (PLUS_ONE, COMPREHENSIONS, 0.25),
-        (BANNED_WORD, ["f(1)"], 0.0),
-    ],
-)
+@pytest.mark.parametrize("code, tests, official_reward", [
+    (FACTORIAL, ["f(0)", "f(3)"], 0.5),
+    (IMPORT_OUTSIDE, ["f(1)"], 0.0),
+    (IMPORT_INSIDE, ["f(1)"], 1.0),
+    (PLUS_ONE, COMPREHENSIONS, 0.25),
+    (BANNED_WORD, ["f(1)"], 0.0),
+])
 def test_official_profile_gives_the_published_graders_number_on_every_python(
-    judge, code, tests, official_reward
-):
+        judge, code, tests, official_reward):
     task = {"ground_truth": code, "test_cases": {str(i): test for i, test in enumerate(tests)}}
     assert judge.grade(task, code, "official").reward == pytest.approx(official_reward)
     assert judge.grade(task, code).reward == 1.0
@@ -215,21 +210,18 @@ def test_an_unknown_profile_is_refused(judge):
 # Answers
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "```py\nX\n```",
-        "```Python\nX\n```",
-        "text\n```bash\npip install x\n```\n```python\nX\n```\nmore",
-        "```\nX",
-        "I WANT TO ANSWER: X",
-        "```python3\nX\n```",
-        "Sure.\nI WANT TO ANSWER:\n```python\nX\n```",
-        "```X```",
-        "Here it is: ```python\nX\n``` That is all.",
-        "  ```python\nX\n  ```",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    "```py\nX\n```",
+    "```Python\nX\n```",
+    "text\n```bash\npip install x\n```\n```python\nX\n```\nmore",
+    "```\nX",
+    "I WANT TO ANSWER: X",
+    "```python3\nX\n```",
+    "Sure.\nI WANT TO ANSWER:\n```python\nX\n```",
+    "```X```",
+    "Here it is: ```python\nX\n``` That is all.",
+    "  ```python\nX\n  ```",
+])
 def test_code_is_found_in_fences_and_after_the_marker(answer):
     code = DOUBLE["ground_truth"]
     assert extract_code(answer.replace("X", code)) == code
@@ -359,8 +351,7 @@ def test_the_machine_is_closed_to_an_answer_that(judge, action):
 
 def test_an_answer_finds_no_file_of_ours_among_its_modules_nor_on_its_path(judge):
     path = subprocess.check_output(
-        [sys.executable, "-I", "-c", "import sys; print(sys.path)"], text=True
-    )
+        [sys.executable, "-I", "-c", "import sys; print(sys.path)"], text=True)
     code = "import sys\nours = [name for name in sys.modules if name.split('.')[0] == 'judge']"
     outcomes = judge.outcomes(code, ["ours", "str(sys.path)"], "fixed", 1.0)
     assert outcomes == [describe([]), describe(path.strip())]
@@ -402,16 +393,13 @@ def test_an_endless_loop_costs_seconds_once_and_spares_the_results_of_other_test
     assert time.monotonic() - started < 12
 
 
-@pytest.mark.parametrize(
-    "noise",
-    [
-        "b'x' * 10 ** 7",
-        "b'=' + b'0' * 32 + b'\\n'",
-        "b'passed\\n' * 99",
-        "b'[' * 100 + b'\\n'",
-        "(b'=' + b'0' * 32 + b'\\n') * 3 + b'[\\n'",
-    ],
-)
+@pytest.mark.parametrize("noise", [
+    "b'x' * 10 ** 7",
+    "b'=' + b'0' * 32 + b'\\n'",
+    "b'passed\\n' * 99",
+    "b'[' * 100 + b'\\n'",
+    "(b'=' + b'0' * 32 + b'\\n') * 3 + b'[\\n'",
+])
 def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge, noise):
     answer = (
         "import os\n"
@@ -555,8 +543,7 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
         "time.sleep(5)\n"
     )
     owner = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     worker, folder = owner.stdout.readline().split()
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
     owner.kill()
@@ -576,12 +563,8 @@ def test_an_owner_that_ends_while_its_worker_starts_leaves_no_scratch_folder(tmp
         "os._exit(9)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True)
     assert done.returncode == 9
     wait_for_the_end_of([int(done.stdout)], seconds=30)
     assert not os.listdir(tmp_path)

@@ -12,8 +12,7 @@ import sys
 
 import pytest
 from commands import record
-from conftest import (
-    ROOT, byte_tokenizer, dialogue, read_rows, run_module, run_script, write_rows)
+from conftest import ROOT, byte_tokenizer, dialogue, read_rows, run_module, run_script, write_rows
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_episodes

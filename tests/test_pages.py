@@ -18,15 +18,8 @@ from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
 from judge.browser import MAX_PAGE_CHARACTERS, placeholder_picture
 from judge.pages import (
-    ClipReward,
-    PageJudge,
-    embedded_similarity,
-    extract_html,
-    grade_page,
-    graded_page,
-    last_page,
-    official_addresses,
-)
+    ClipReward, PageJudge, embedded_similarity, extract_html, grade_page, graded_page, last_page,
+    official_addresses)
 from judge.sandbox import Grade
 from speakers.vision import local_images
 
@@ -68,17 +61,11 @@ def test_an_opening_tag_that_never_ends_takes_no_time():
     assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize(
-    "address, pinned",
-    [
-        (
-            "https://source.unsplash.com/random/300x200/?cat=1",
-            "https://picsum.photos/id/48/300/200",
-        ),
-        ("https://picsum.photos/40/50", "https://picsum.photos/id/48/40/50"),
-        ("https://picsum.photos/id/7/1/2", "https://picsum.photos/id/7/1/2"),
-    ],
-)
+@pytest.mark.parametrize("address, pinned", [
+    ("https://source.unsplash.com/random/300x200/?cat=1", "https://picsum.photos/id/48/300/200"),
+    ("https://picsum.photos/40/50", "https://picsum.photos/id/48/40/50"),
+    ("https://picsum.photos/id/7/1/2", "https://picsum.photos/id/7/1/2"),
+])
 def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned):
     assert official_addresses(f"{address} and {address}") == f"{pinned} and {pinned}"
 
@@ -190,11 +177,9 @@ def tiny_clip(tmp_path_factory):
     }
     config = transformers.CLIPConfig(
         text_config={**size, "vocab_size": 100},
-        vision_config={**size, "image_size": 64, "patch_size": 16},
-    )
+        vision_config={**size, "image_size": 64, "patch_size": 16})
     processor = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}
-    )
+        size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
     folder = tmp_path_factory.mktemp("clip")
     transformers.CLIPModel(config).save_pretrained(folder)
     processor.save_pretrained(folder)

@@ -17,8 +17,7 @@ from runtime.processes import Process
 from runtime.training import Run
 
 ALONE = Process(0, 1, "cpu")
-MACHINE = types.SimpleNamespace(
-    dtype=None, checkpointing_every=None, reshard=True, lora_rank=0)
+MACHINE = types.SimpleNamespace(dtype=None, checkpointing_every=None, reshard=True, lora_rank=0)
 
 
 def training(path, model, output, *more):

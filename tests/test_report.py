@@ -589,9 +589,7 @@ def test_rows_are_buttons_so_that_a_keyboard_reaches_every_dialogue(browser, rep
 def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     hostile = {"text": HOSTILE, "answer": HOSTILE, "credits": [HOSTILE]}
     rows = [episode(task, 0, reasons={HOSTILE: HOSTILE}, **hostile) for task in (0, 1)]
-    rows[0]["task"] |= {
-        "problem_description": HOSTILE, "ground_truth": HOSTILE, "task_id": HOSTILE
-    }
+    rows[0]["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "task_id": HOSTILE}
     rows[0]["dialogue_history"][1]["output"] = HOSTILE + " thought"
     rows[0]["screenshot"] = 'x" onerror="window.hacked = 5'
     rows[1] |= {"error": HOSTILE, "reward": None, "success": None}

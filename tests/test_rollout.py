@@ -201,8 +201,7 @@ def test_one_failed_request_is_one_failed_episode(tmp_path, monkeypatch, party):
     assert episodes[5]["reward"] is None and episodes[5]["turns"] >= 1
 
 
-def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(
-        tmp_path, monkeypatch, capsys):
+def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(speakers.fill, "FIRST_BUG", threading.Lock())
 
     def buggy_line(request):
@@ -307,8 +306,7 @@ def test_a_row_of_candidates_holds_all_that_later_stages_need(monkeypatch, tmp_p
     assert states == rows and omitted == 0
 
 
-def test_no_candidate_is_drawn_with_the_numbers_of_a_message_of_its_episode(
-        monkeypatch, tmp_path):
+def test_no_candidate_is_drawn_with_the_numbers_of_a_message_of_its_episode(monkeypatch, tmp_path):
     agent, human = Served(asker(lambda key: 9)), Served(human_line)
     _, episodes = played(agent, human, HeldJudge(), 5, 1)
     policy = Served(asker(lambda key: 9))
@@ -334,8 +332,7 @@ def test_states_are_those_of_a_share_of_the_tasks_and_of_each_so_many(monkeypatc
     assert all(count == min(3, 1 + index) for index, count in counts.items())
 
 
-def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(
-        tmp_path, monkeypatch):
+def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(tmp_path, monkeypatch):
     expected = sampled(monkeypatch, Served(content_of), tmp_path / "whole", thirty_states())
     refusing = Failing(content_of, fails=lambda request: content_of(request) == "request 5")
     rows = sampled(monkeypatch, refusing, tmp_path / "failed", thirty_states())

@@ -30,8 +30,7 @@ from colbench import without_thoughts
 from runtime.files import ResumableJsonl
 from runtime.names import check_spec
 from speakers import load_speaker
-from speakers.interface import (
-    Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up)
+from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
 from speakers.pool import run as run_jobs
 from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker
 from toy.world import SCRIPTED
@@ -556,8 +555,7 @@ def test_dialogues_are_the_same_with_a_fifth_of_the_calls_failing(impatient, tmp
     assert len({row["reward"] for row in rows}) > 1
 
 
-def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(
-        impatient, tmp_path):
+def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(impatient, tmp_path):
     file, tasks = toy_tasks(tmp_path, 3)
     with pytest.raises(SystemExit) as end:  # a recipe stops here
         collected(tmp_path, file, "http://127.0.0.1:9/v1")
@@ -573,8 +571,7 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(
     assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
-def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(
-        impatient, tmp_path):
+def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(impatient, tmp_path):
     file, _ = toy_tasks(tmp_path, 3)
     episodes = tmp_path / "episodes.jsonl"
 

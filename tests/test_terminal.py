@@ -208,8 +208,7 @@ def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatc
     ([0.0] * 30 + [-3.0] * 20, ", after 50 steps; train/margin -3"),
     ([None], ", after 1 steps"),
 ])
-def test_training_ends_with_its_last_numbers_and_whether_the_model_moved(
-        tmp_path, margins, ending):
+def test_training_ends_with_its_last_numbers_and_whether_the_model_moved(tmp_path, margins, ending):
     rows = [{"step": step} | ({} if margin is None else {"train/margin": margin})
             for step, margin in enumerate(margins)]
     run = types.SimpleNamespace(log_file=write(tmp_path / "metrics.jsonl", rows))

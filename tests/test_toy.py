@@ -237,10 +237,7 @@ def test_the_demonstrator_learns_what_is_wanted_from_the_dialogue_alone(tasks):
     history, _ = play(task, DEMONSTRATOR)
     for end in range(1, len(history), 2):
         for seed in range(20):
-            for agent, known in (
-                (DEMONSTRATOR, blank),
-                (INFORMED, informed),
-            ):
+            for agent, known in ((DEMONSTRATOR, blank), (INFORMED, informed)):
                 with_task = agent(task, history[:end], random.Random(seed))
                 assert agent(known, history[:end], random.Random(seed)) == with_task
 
@@ -366,8 +363,7 @@ def true_credit(row, factor=1):
 
 @pytest.mark.parametrize("factor, auc", [(1, 1.0), (0, 0.5), (-1, 0.0)])
 def test_the_auc_is_one_for_the_true_credit_half_for_a_constant_zero_for_its_opposite(
-    tasks, factor, auc
-):
+        tasks, factor, auc):
     states = [state(task, lambda row: true_credit(row, factor)) for task in tasks[:5]]
     found = credit_auc(states, credits_of(states))
     kinds = ("all", "question_question", "answer_question_unknown")

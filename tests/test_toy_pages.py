@@ -12,13 +12,7 @@ from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
 from speakers.pool import run
 from toy.frontend import (
-    SLOTS,
-    choice_of,
-    frontend_demonstrator,
-    frontend_human,
-    frontend_task,
-    page_of,
-)
+    SLOTS, choice_of, frontend_demonstrator, frontend_human, frontend_task, page_of)
 from toy.world import toy_tasks
 
 def play(task, seed):

@@ -354,8 +354,7 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
             ("micro", 1, ["--micro_batch_size", 3])]
     weights = []
     for name, processes, more in runs:
-        flags = training_flags(
-            page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more)
+        flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more)
         run_script("variants/value_critic.py", *flags, processes=processes)
         weights.append(load_file(tmp_path / name / "model.safetensors"))
     one, *others = weights
