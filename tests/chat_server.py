@@ -37,18 +37,17 @@ class Server(ThreadingHTTPServer):
 
     After `dies_after` calls, all of them fail. `models` are the names that it lists under
     `path`/models; with None it has no list. With `mean`, replies take unequally long, on average
-    so many seconds. A `handler` of a test's own finds what it needs in `more`.
+    so many seconds. A test's own `say(handler, body)` and `get(handler)` may reply in its place:
+    they return what is true if they did.
     """
 
     daemon_threads = True
     request_queue_size = 256
 
     def __init__(self, answer, fault_rate=0.0, faults=FAULTS, dies_after=None, models=None,
-                 mean=0.0, handler=None, **more):
-        super().__init__(("127.0.0.1", 0), handler or Handler)
-        vars(self).update(more)
-        self.models = models
-        self.answer = answer
+                 mean=0.0, say=lambda handler, body: False, get=lambda handler: False):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.models, self.say, self.get = answer, models, say, get
         self.fault_rate, self.faults, self.dies_after = fault_rate, faults, dies_after
         self.draw, self.lock, self.calls = random.Random(0), threading.Lock(), 0
         self.seen_faults, self.seen_keys, self.seen_models = set(), set(), set()
@@ -57,7 +56,6 @@ class Server(ThreadingHTTPServer):
 
     def fault(self):
         with self.lock:
-            self.calls += 1
             if self.dies_after is not None and self.calls > self.dies_after:
                 return "503"
             fault = None
@@ -80,6 +78,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.seen_keys.add(self.headers.get("Authorization"))
+        if self.server.get(self):
+            return
         if self.server.models is None or self.path != "/v1/models":
             self.reply(404, b"not found")
             return
@@ -91,6 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         key = self.headers.get("Authorization")
         self.server.seen_keys.add(key)
         self.server.seen_models.add(body["model"])
+        with self.server.lock:
+            self.server.calls += 1
+        if self.server.say(self, body):
+            return
         fault = self.server.fault()
         time.sleep(self.server.latency())
         choices = []
@@ -130,6 +134,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         self.wfile.write(body)
+        return True
+
+    def choose(self, message, reason="stop"):
+        """Reply with one choice."""
+        choice = {"message": message, "finish_reason": reason}
+        return self.reply(200, json.dumps({"choices": [choice]}).encode())
 
 
 @contextlib.contextmanager

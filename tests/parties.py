@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import Future
 
+import collect
 from collect import Rules, play
 from judge.sandbox import ANSWER_MARKER, Grade
 from speakers.interface import Request, Speaker, SpeakerError, Utterance
@@ -13,6 +14,11 @@ RULES = Rules(agent_prompt="Ask.", human_prompt="Reply.", max_turns=10, reply_ch
 TASKS = toy_tasks("toy:backend:train", 40)
 INDEX = {task["task_id"]: index for index, task in enumerate(TASKS)}
 PATIENCE = 30  # seconds until a test fails that waits for ever
+
+
+def collect_now(*flags):
+    """What `python collect.py flags` does, in this process."""
+    collect.main(collect.parse_args([str(flag) for flag in flags]))
 
 
 def within(call, seconds=PATIENCE):

@@ -8,9 +8,9 @@ import functools
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -20,11 +20,10 @@ import types
 from pathlib import Path
 
 import pytest
-from chat_server import FAULTS, TIMEOUT, Handler, running
+from chat_server import FAULTS, TIMEOUT, running
 from conftest import ROOT, episode, read_rows, write_rows
-from parties import ask_all
+from parties import ask_all, collect_now
 
-import collect
 import speakers
 from colbench import without_thoughts
 from runtime.files import ResumableJsonl
@@ -108,40 +107,28 @@ def test_as_many_requests_are_in_flight_as_dialogues_are_played():
     assert not together.broken
 
 
-class OneChoice(Handler):
+def one_choice(handler, body):
     """Ignores `n`."""
-
-    def do_POST(self):
-        body = self.body()
-        text = f" {self.server.answer(body, body['seed'])}\n"
-        choice = {"message": {"content": text}, "finish_reason": "length"}
-        self.reply(200, json.dumps({"choices": [choice]}).encode())
+    return handler.choose({"content": f" {echo(body, body['seed'])}\n"}, "length")
 
 
 def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
-    with running(echo, handler=OneChoice) as server:
+    with running(echo, say=one_choice) as server:
         answers = ask_all(load_speaker(server.url), CONVERSATIONS[:2], n=3)
     for utterances in answers:
         assert len({utterance.text for utterance in utterances}) == 3
         assert not utterances[0].finished
 
 
-class OnlyOne(Handler):
+def only_one(handler, body):
     """Refuses more than one choice, as it refuses what is too long."""
-
-    def do_POST(self):
-        body = self.body()
-        with self.server.lock:
-            self.server.calls += 1
-        if body["n"] > 1 or "too long" in body["messages"][0]["content"]:
-            self.reply(400, b"no")
-            return
-        choice = {"message": {"content": self.server.answer(body, body["seed"])}}
-        self.reply(200, json.dumps({"choices": [choice]}).encode())
+    if body["n"] > 1 or "too long" in body["messages"][0]["content"]:
+        return handler.reply(400, b"no")
+    return handler.choose({"content": echo(body, body["seed"])})
 
 
 def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
-    with running(echo, handler=OnlyOne) as server:
+    with running(echo, say=only_one) as server:
         speaker = load_speaker(server.url)
         with pytest.raises(SpeakerError, match="HTTP 400"):
             speaker.reply(Request([{"role": "user", "content": "too long"}], 3))
@@ -150,15 +137,6 @@ def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
                  for utterance in speaker.reply(Request(messages, 3))}
     assert len(texts) == 6
     assert server.calls == 2 + 1 + 6
-
-
-class OneMessage(Handler):
-    """Always answers with the message and the reason of the test's."""
-
-    def do_POST(self):
-        self.body()
-        choice = {"message": self.server.message, "finish_reason": self.server.reason}
-        self.reply(200, json.dumps({"choices": [choice]}).encode())
 
 
 THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
@@ -172,7 +150,7 @@ THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
 ])
 def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(
         impatient, message, reason, text):
-    with running(echo, handler=OneMessage, message=message, reason=reason) as server:
+    with running(echo, say=lambda handler, body: handler.choose(message, reason)) as server:
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.finished == (reason == "stop")
     assert without_thoughts(utterance.text) == text
@@ -193,21 +171,12 @@ def test_an_address_that_can_be_none_is_refused_at_once(address):
         check_spec(address)
 
 
-class Refusing(Handler):
-    """Says `status` to every request after so many `answers`; all of them are `calls`."""
-
-    def do_POST(self):
-        if self.server.calls < self.server.answers:
-            super().do_POST()
-            return
-        with self.server.lock:
-            self.server.calls += 1
-        self.body()
-        self.reply(self.server.status, b"no such thing")
-
-
 def refusing(status, answers=0):
-    return running(echo, handler=Refusing, status=status, answers=answers)
+    """A server that says `status` to every request after so many answers."""
+    def say(handler, body):
+        return handler.server.calls > answers and handler.reply(status, b"no such thing")
+
+    return running(echo, say=say)
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -238,8 +207,7 @@ def sampled(folder, url, turns):
     texts = ["x", *["What?", "That."] * (turns - 1), "I WANT TO ANSWER: x"]
     given = write_rows(folder / "given.jsonl", [episode("t", 0.0, texts=texts)])
     output = folder / "candidates.jsonl"
-    collect.main(collect.parse_args([
-        "--states", str(given), "--agent", url, "--num_candidates", "2", "--output", str(output)]))
+    collect_now("--states", given, "--agent", url, "--num_candidates", 2, "--output", output)
     return read_rows(output)
 
 
@@ -249,7 +217,7 @@ def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(t
             sampled(tmp_path, server.url, turns=3)
         with pytest.raises(SystemExit, match="answers no request .*HTTP 400: no such thing"):
             sampled(tmp_path, server.url, turns=60)
-        server.answers = math.inf
+        server.say = lambda handler, body: False
         rows = sampled(tmp_path, server.url, turns=60)
     assert len(rows) == 60 and not any(row["error"] for row in rows)
 
@@ -297,21 +265,13 @@ def test_a_silent_server_is_told_of_once_and_costs_six_time_limits_not_one_for_e
         assert capsys.readouterr().err.count(f"{server.url}: no answer for") == 1
 
 
-class Busy(Handler):
-    """Asks the first so many calls to come back later: `limit` is (calls, status, Retry-After)."""
+def busy(calls, status, retry_after):
+    """A server that asks the first so many calls to come back later."""
+    def say(handler, body):
+        return handler.server.calls <= calls and handler.reply(
+            status, b"later", headers=[("Retry-After", retry_after)])
 
-    def do_POST(self):
-        calls, status, retry_after = self.server.limit
-        if self.server.calls < calls:
-            self.server.calls += 1
-            self.body()
-            self.reply(status, b"later", headers=[("Retry-After", retry_after)])
-        else:
-            super().do_POST()
-
-
-def busy(*limit):
-    return running(echo, handler=Busy, limit=limit)
+    return running(echo, say=say)
 
 
 def paused(monkeypatch):
@@ -351,21 +311,16 @@ def test_a_server_that_asks_to_wait_is_not_silent(monkeypatch):
     assert speaker.given_up is None
 
 
-class BusyForOne(Handler):
+def busy_for_one(handler, body):
     """Asks the first conversation alone to come back later."""
-
-    def do_POST(self):
-        body = self.body()
-        text = body["messages"][0]["content"]
-        if text == "question 0":
-            self.reply(429, b"later", headers=[("Retry-After", "30")])
-            return
-        choice = {"message": {"content": text}, "finish_reason": "stop"}
-        self.reply(200, json.dumps({"choices": [choice]}).encode())
+    text = body["messages"][0]["content"]
+    if text == "question 0":
+        return handler.reply(429, b"later", headers=[("Retry-After", "30")])
+    return handler.choose({"content": text})
 
 
 def test_the_retries_of_one_request_hold_up_no_other_one():
-    with running(echo, handler=BusyForOne) as server:
+    with running(echo, say=busy_for_one) as server:
         speaker = ServerSpeaker(server.url, SpeakerSettings(batch_size=40))
         requests = [Request(conversation) for conversation in CONVERSATIONS]
         answered = (answer[0].text for answer in run_jobs(speaker.reply, requests, 40))
@@ -385,7 +340,7 @@ def test_a_run_that_fails_does_not_wait_for_requests_under_way():
                 raise SystemExit("no space left")
             speaker.reply(Request([{"role": "user", "content": "question 0"}]))
         list(run(job, range(2), 2))"""
-    with running(echo, handler=BusyForOne) as server:
+    with running(echo, say=busy_for_one) as server:
         done = subprocess.run([sys.executable, "-c", program, server.url], cwd=ROOT, timeout=20,
                               capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "no space left\n"
@@ -460,11 +415,9 @@ def test_the_address_of_single_requests_is_a_sentence_with_that_of_the_api(end):
     assert str(message.value).endswith(f"give {server.url}") and not server.seen_keys
 
 
-class Unlisted(Handler):
-    """Answers everywhere and lists nothing; `server.get` is (status, body) of each GET."""
-
-    def do_GET(self):
-        self.reply(*self.server.get)
+def unlisted(*reply):
+    """A server that answers requests and this to each GET, which lists nothing."""
+    return running(echo, get=lambda handler: handler.reply(*reply))
 
 
 @pytest.mark.parametrize("get", [
@@ -474,7 +427,7 @@ class Unlisted(Handler):
 ])
 @pytest.mark.parametrize("name", [None, "org/model"])
 def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, name):
-    with running(echo, handler=Unlisted, get=get) as server:
+    with unlisted(*get) as server:
         answers = ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
     assert all(isinstance(answer[0], Utterance) for answer in answers)
     assert server.seen_models == {name}
@@ -483,31 +436,27 @@ def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, 
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_a_server_without_a_list_is_not_asked_for_it_again(monkeypatch, status):
     pauses = paused(monkeypatch)
-    with running(echo, handler=Unlisted, get=(status, b"")) as server:
+    with unlisted(status, b"") as server:
         load_speaker(server.url)
     assert pauses == []
 
 
-class FaultyList(Handler):
-    """Fails at the first GETs, each time in another way."""
-
-    def do_GET(self):
-        fault = self.server.list_faults.pop() if self.server.list_faults else None
+@pytest.mark.parametrize("faults", [
+    ["closed connection", (503, b""), (429, b"")], ["silence", (200, b"<html>")]])
+def test_the_check_survives_faults_of_the_server(impatient, faults):
+    def get(handler):
+        fault = faults and faults.pop()
         if fault == "closed connection":
-            self.close_connection = True
+            handler.close_connection = True
         elif fault == "silence":
             time.sleep(2 * TIMEOUT)
         elif fault:
-            self.reply(*fault)
-        else:
-            super().do_GET()
+            handler.reply(*fault)
+        return fault
 
-
-def test_the_check_survives_faults_of_the_server(impatient):
-    for faults in (["closed connection", (503, b""), (429, b"")], ["silence", (200, b"<html>")]):
-        with running(echo, handler=FaultyList, list_faults=faults, models=["a", "b"]) as server:
-            with pytest.raises(SystemExit, match="found 2 models"):
-                load_speaker(server.url)
+    with running(echo, get=get, models=["a", "b"]) as server:
+        with pytest.raises(SystemExit, match="found 2 models"):
+            load_speaker(server.url)
 
 
 @pytest.mark.parametrize("address, reason", [
@@ -527,16 +476,11 @@ def test_an_address_where_nobody_is_ends_the_run_with_one_sentence(impatient, ad
 # Whole collections
 
 
-def collected(folder, tasks, url, human="scripted", batch_size=64):
+def collected(folder, tasks, url, human="scripted"):
     """The text of the episodes that collect.py's main makes of `tasks`, in this process."""
-    flags = [
-        "--tasks", tasks, "--agent", url, "--agent_model", "agent",
-        "--human", human, "--batch_size", batch_size,
-        "--samples_per_task", 1, "--output", folder / "episodes.jsonl",
-    ]
-    if human != "scripted":
-        flags += ["--human_model", "human"]
-    collect.main(collect.parse_args([str(flag) for flag in flags]))
+    named = [] if human == "scripted" else ["--human_model", "human"]
+    collect_now("--tasks", tasks, "--agent", url, "--agent_model", "agent", "--human", human,
+                *named, "--samples_per_task", 1, "--output", folder / "episodes.jsonl")
     return (folder / "episodes.jsonl").read_text()
 
 
@@ -559,10 +503,8 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(im
     file, tasks = toy_tasks(tmp_path, 3)
     with pytest.raises(SystemExit) as end:  # a recipe stops here
         collected(tmp_path, file, "http://127.0.0.1:9/v1")
-    message = str(end.value)
-    assert "127.0.0.1:9/v1: found no server" in message and "refused" in message
-    assert "expected one that answers; start it" in message and "rerun the command" in message
-    assert "\n" not in message
+    assert re.fullmatch(".*127.0.0.1:9/v1: found no server.*refused.*expected one that answers; start"
+                        " it.*rerun the command.*", str(end.value))
     assert not list(tmp_path.glob("episodes.jsonl*rank*"))
     assert not (tmp_path / "episodes.jsonl").exists()
     with running(toy_answer(tasks)) as server:
@@ -575,10 +517,8 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(im
     file, _ = toy_tasks(tmp_path, 3)
     episodes = tmp_path / "episodes.jsonl"
 
-    def run(agent, *human):
-        collect.main(collect.parse_args([
-            "--tasks", str(file), "--agent", agent.url, "--human", *human, "--output",
-            str(episodes)]))
+    def run(agent, human):
+        collect_now("--tasks", file, "--agent", agent.url, "--human", human, "--output", episodes)
 
     def answer(body, seed):  # some dialogues end without a human reply
         return "I WANT TO ANSWER: x" if "Ticket 1" in str(body["messages"]) else "What?"
@@ -643,28 +583,23 @@ def test_a_server_that_repeats_the_api_key_does_not_get_it_into_an_error(impatie
         assert "busy, Bearer (the API key)" in str(error) and "sk-" not in str(error)
 
 
-class Steering(Handler):
+def steering(handler, body):
     """Its error would set the title of a terminal."""
-
-    def do_POST(self):
-        self.body()
-        self.reply(400, b"no \x1b]0;title\x07")
+    return handler.reply(400, b"no \x1b]0;title\x07")
 
 
-class SteeringEarlier(Handler):
+def steering_earlier(handler, body):
     """Already the line of its status would."""
-
-    def do_POST(self):
-        self.body()
-        self.wfile.write(b"\x1b]0;title\x07\r\n\r\n")
-        self.close_connection = True
+    handler.wfile.write(b"\x1b]0;title\x07\r\n\r\n")
+    handler.close_connection = True
+    return True
 
 
 def test_what_a_server_says_does_not_steer_the_terminal(impatient):
-    with running(echo, handler=SteeringEarlier) as server:
+    with running(echo, say=steering_earlier) as server:
         error = ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0]
     assert "BadStatusLine" in str(error) and "\x1b" not in str(error)
-    with running(echo, handler=Steering, models=["a\x1b[2J", "b"]) as server:
+    with running(echo, say=steering, models=["a\x1b[2J", "b"]) as server:
         with pytest.raises(SystemExit) as end:
             load_speaker(server.url)
         settings = SpeakerSettings(model_name="b")
@@ -673,21 +608,15 @@ def test_what_a_server_says_does_not_steer_the_terminal(impatient):
     assert "HTTP 400: no \\x1b]0;title\\x07" in str(error)
 
 
-class Wordy(Handler):
-    """Repeats the API key where a message is cut."""
-
-    def do_POST(self):
-        self.body()
-        key = self.headers["Authorization"].removeprefix("Bearer ")
-        words = b"." * self.server.words_before + f"{key}{key} is no key".encode()
-        self.reply(400, words)
-
-
 @pytest.mark.parametrize("words_before", [270, 285, 290, 299, 300])
 def test_the_cut_of_a_long_error_leaves_no_part_of_the_api_key(
         impatient, monkeypatch, words_before):
+    def repeat_the_key(handler, body):
+        key = handler.headers["Authorization"].removeprefix("Bearer ")
+        return handler.reply(400, b"." * words_before + f"{key}{key} is no key".encode())
+
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
-    with running(echo, handler=Wordy, words_before=words_before) as server:
+    with running(echo, say=repeat_the_key) as server:
         error = ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0]
     assert "HTTP 400: ..." in str(error)
     assert "sk" not in str(error)
@@ -706,22 +635,17 @@ def test_a_line_break_after_the_api_key_is_dropped_and_an_unusable_key_is_not_qu
             assert "secret" not in str(end.value) and "sk-" not in str(end.value)
 
 
-class Moved(Handler):
-    """Sends every request on to another server."""
-
-    def do_GET(self):
-        self.reply(302, b"", headers=[("Location", self.server.elsewhere + "/models")])
-
-    def do_POST(self):
-        self.body()
-        self.do_GET()
-
-
 def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
-    with running(echo) as other, running(echo, handler=Moved, elsewhere=other.url) as server:
-        speaker = load_speaker(server.url)
-        assert "HTTP 302" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
+    with running(echo) as other:
+        headers = [("Location", other.url + "/models")]
+
+        def move(handler, body=None):
+            return handler.reply(302, b"", headers=headers)
+
+        with running(echo, say=move, get=move) as server:
+            speaker = load_speaker(server.url)
+            assert "HTTP 302" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
         assert other.seen_keys == set()
 
 
