@@ -4,6 +4,7 @@ Everything is made here; nothing is downloaded.
 """
 
 import functools
+import io
 import json
 import os
 import subprocess
@@ -154,6 +155,7 @@ def write_rows(path, rows):
     """The path, which then holds these rows."""
     from runtime.files import write_jsonl
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(path, rows)
     return path
 
@@ -174,6 +176,14 @@ def episode(task_id, reward, sample=0, texts=("t", "q", "r", "I WANT TO ANSWER: 
     return complete_episode({
         "task": task, "sample": sample, "dialogue_history": dialogue(*texts), "answer": "x",
         "reward": reward, "agent_prompt": ""} | more)
+
+
+def ranked_state(advantages, messages=None, **more):
+    """A line of ranked candidates, which have these advantages: {text: advantage}."""
+    return {"task": episode("t", 1.0)["task"], "sample": 0, "turn": 0,
+            "messages": messages or dialogue("t"), "agent_prompt": "", "error": None,
+            "candidates": list(advantages), "finished": [True] * len(advantages),
+            "advantages": list(advantages.values()), "ranker": "a test"} | more
 
 
 def write_episodes(path, tasks=6, samples=3, more=0):
@@ -218,6 +228,15 @@ TAILWIND = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.cs
 LINK = f'<link href="{TAILWIND}" rel="stylesheet">'
 PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h1></body></html>'
 needs_chromium = pytest.mark.usefixtures("chromium")
+
+
+def png(colour, width=100, height=60):
+    """A picture of one colour."""
+    from PIL import Image
+
+    stored = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(stored, "PNG")
+    return stored.getvalue()
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, dialogue, differing_weights, episode, metrics, read_rows, run_script,
-    tiny_model, weights, write_episodes, write_rows)
+    byte_tokenizer, dialogue, differing_weights, episode, metrics, ranked_state, read_rows,
+    run_script, tiny_model, weights, write_episodes, write_rows)
 
 import train_critic
 from collect import states_of
@@ -289,11 +289,12 @@ def flags(path, model, output, *more):
 
 def write_candidates(path, states=6):
     """A file of candidates in as many states."""
-    return write_rows(path, [
-        {"task": episode("task0", 1.0)["task"], "sample": 0, "turn": turn,
-         "messages": dialogue("t", *["what", "so"] * turn), "agent_prompt": "Ask.",
-         "candidates": [f"why {n}" * n for n in range(1, 5)],
-         "finished": [True, True, False, True], "error": None} for turn in range(states)])
+    rows = [ranked_state({f"why {n}" * n: 0.0 for n in range(1, 5)},
+                         dialogue("t", *["what", "so"] * turn), turn=turn, agent_prompt="Ask.",
+                         finished=[True, True, False, True]) for turn in range(states)]
+    for row in rows:
+        del row["advantages"], row["ranker"]
+    return write_rows(path, rows)
 
 
 @pytest.fixture(scope="module")

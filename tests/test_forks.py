@@ -12,7 +12,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, dialogue, episode, metrics, read_rows, write_episodes, write_rows
+from conftest import (
+    ROOT, dialogue, metrics, ranked_state, read_rows, write_episodes, write_rows)
 
 from formats.read import read_candidates
 
@@ -46,12 +47,9 @@ def run(command, folder, *more):
 
 def write_ranked(path):
     """Two states with candidates of rising advantage."""
-    write_rows(path, [
-        {"task": episode("task", 0.0)["task"], "sample": 0, "turn": turn,
-         "messages": dialogue("t", *["q", "q"] * turn), "agent_prompt": "",
-         "candidates": [f"what {10**index}" for index in range(8)], "finished": [True] * 8,
-         "advantages": [0.1 * index for index in range(8)], "ranker": "a test"}
-        for turn in range(2)])
+    write_rows(path, [ranked_state({f"what {10**index}": 0.1 * index for index in range(8)},
+                                   dialogue("t", *["q", "q"] * turn), turn=turn)
+                      for turn in range(2)])
 
 
 def test_the_table_names_every_patch():

@@ -12,7 +12,8 @@ import sys
 
 import pytest
 from commands import record
-from conftest import ROOT, byte_tokenizer, dialogue, read_rows, run_module, run_script, write_rows
+from conftest import (
+    ROOT, byte_tokenizer, dialogue, ranked_state, read_rows, run_module, run_script, write_rows)
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_episodes
@@ -96,11 +97,9 @@ def test_trl_takes_the_exported_pairs(tmp_path):
     """Two steps of its DPOTrainer on toy/base, as docs/interchange.md has them."""
     pytest.importorskip("trl", reason="trl is not installed; pip install trl==1.16.0")
     texts = ["what about units ?", "i see .", "what is the order ?"]
-    task = {"domain": "logged", "problem_description": "hi", "ground_truth": ""}
     ranked = write_rows(tmp_path / "ranked.jsonl", [
-        {"task": task, "sample": 0, "turn": turn, "messages": dialogue("hi"), "agent_prompt": "",
-         "candidates": texts, "finished": [True, True, False], "advantages": [0.3, -0.1, 0.0],
-         "ranker": "critic"} for turn in range(8)])
+        ranked_state(dict(zip(texts, (0.3, -0.1, 0.0), strict=True)), dialogue("hi"), turn=turn,
+                     finished=[True, True, False]) for turn in range(8)])
     run_module("report", "pairs", ranked, "--output", tmp_path / "pairs.jsonl")
     code = python_of_page("from trl", "assert trainer.state.global_step == 2")
     code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", str(ROOT / "toy/base"))

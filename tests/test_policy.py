@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    ROOT, byte_tokenizer, dialogue, differing_weights, episode, metrics, run_script, tiny_model,
-    write_episodes)
+    ROOT, byte_tokenizer, dialogue, differing_weights, episode, metrics, ranked_state, run_script,
+    tiny_model, write_episodes)
 
 import train_policy
 from colbench import agent_prompt_of, encode_candidates
@@ -80,14 +80,6 @@ def test_an_unknown_pairing_is_an_error_and_never_silently_another_one():
 
 # -----------------------------------------------------------------------------
 # Rows of ranked candidates
-
-
-def ranked_state(advantages, messages=None, **more):
-    """A state whose candidates have these advantages: {text: advantage}."""
-    return {"task": episode("t", 1.0)["task"], "sample": 0, "turn": 0,
-            "messages": messages or dialogue("t"), "agent_prompt": "", "error": None,
-            "candidates": list(advantages), "finished": [True] * len(advantages),
-            "advantages": list(advantages.values()), "ranker": "a test"} | more
 
 
 def rows_of(states, pairing="halves", count=99, max_length=8192):

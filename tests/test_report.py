@@ -1,5 +1,4 @@
-"""The report, opened and used in headless Chromium; pairs for others: pytest tests/test_report.py
-"""
+"""The report, opened and used in headless Chromium, and pairs for others."""
 
 import base64
 import json
@@ -8,17 +7,17 @@ import re
 import time
 import zlib
 
+import conftest
 import pytest
-from conftest import run_script
+from conftest import dialogue, png, ranked_state, read_rows, run_script, write_rows
 
-from formats.read import complete_episode, read_candidates, state_key
-from judge.browser import CHROMIUM_FLAGS, DevTools, find_chromium
+from formats.read import complete_episode
+from judge.browser import CHROMIUM_FLAGS, DevTools
 from report import __main__ as command
 from report import charts, page
 from report.training import read_training
-from runtime.seeds import derive_seed
 from toy.world import toy_tasks
-from train_policy import make_pairs
+from train_policy import state_pairs
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
@@ -101,42 +100,16 @@ class Reader:
         self.devtools.close()
 
 
-def png():
-    """A picture of 4 x 3 pixels in base64."""
-    def chunk(kind, data):
-        checksum = zlib.crc32(kind + data)
-        return len(data).to_bytes(4, "big") + kind + data + checksum.to_bytes(4, "big")
-
-    header = (4).to_bytes(4, "big") + (3).to_bytes(4, "big") + b"\x08\x02\0\0\0"
-    pixels = zlib.compress((b"\0" + b"\x40\x80\xc0" * 4) * 3)
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + parts).decode()
-
-
-def episode(task, sample, passed=True, text="Round the result?", **more):
+def episode(task, passed=True, text="Round the result?", **more):
+    """A dialogue about function number `task`."""
     solution, request = "def f(x):\n    return x", f"Write function number {task}"
-    row = {
-        "task": {
-            "task_id": f"task{task}", "domain": "backend", "problem_description": request,
-            "ground_truth": solution, "test_cases": {"test1": "f(1)", "test2": "f(2)"},
-        },
-        "sample": sample, "answer": solution, "reward": 1.0 if passed else 0.5, "success": passed,
-        "turns": 2, "leak": 0.0,
-        "reasons": {"test1": "passed", "test2": "passed" if passed else "timed out"},
-        "dialogue_history": [
-            {"role": "user", "content": request},
-            {"role": "assistant", "content": text},
-            {"role": "user", "content": "Yes, to two digits."},
-            {"role": "assistant", "content": "I WANT TO ANSWER: def f"},
-        ],
-    }
+    row = conftest.episode(
+        f"task{task}", 1.0 if passed else 0.5, answer=solution,
+        texts=(request, text, "Yes, to two digits.", "I WANT TO ANSWER: def f"),
+        reasons={"test1": "passed", "test2": "passed" if passed else "timed out"})
+    row["task"] |= {"problem_description": request, "ground_truth": solution,
+                    "test_cases": {"test1": "f(1)", "test2": "f(2)"}}
     return row | more
-
-
-def write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def make_report(*words):
@@ -145,7 +118,7 @@ def make_report(*words):
 
 def write_report(folder, *flags, **policies):
     """The path of a report over `policies`, name -> rows."""
-    files = [f"{name}={write_lines(folder / f'{name}.jsonl', rows)}"
+    files = [f"{name}={write_rows(folder / f'{name}.jsonl', rows)}"
              for name, rows in policies.items()]
     report = folder / "report.html"
     make_report(*files, "--output", report, *flags)
@@ -154,21 +127,19 @@ def write_report(folder, *flags, **policies):
 
 def write_run(folder, rows, script, **flags):
     """metrics.jsonl of a training run, with its record."""
-    path = write_lines(folder / "metrics.jsonl", rows)
+    path = write_rows(folder / "metrics.jsonl", rows)
     record = {"script": script, "flags": flags, "inputs": {}}
     (folder / "run.json").write_text(json.dumps(record))
     return path
 
 
-def ranked_state(state, **more):
+def ranked(number, **more):
     """A line of ranked candidates: four of one state."""
-    messages = [{"role": "system", "content": "Ask."}, {"role": "user", "content": "A label."}]
-    task = {"task_id": f"task{state}", "problem_description": "A label.",
-            "ground_truth": "def f(x): return x", "test_cases": {"test1": "f(1)"}}
-    return {"task": task, "sample": 0, "turn": 0, "messages": messages, "agent_prompt": "Ask.",
-            "candidates": [f"Which unit? {i}" for i in range(4)], "finished": [True] * 4,
-            "error": None, "ranker": "critic",
-            "advantages": [0.1 * (state + 1), 0.02, -0.01, -0.1 * (state + 1)]} | more
+    texts = [f"Which unit? {index}" for index in range(4)]
+    values = 0.1 * (number + 1), 0.02, -0.01, -0.1 * (number + 1)
+    state = ranked_state(dict(zip(texts, values, strict=True)))
+    state["task"]["task_id"] = f"task{number}"
+    return state | more
 
 
 def write_sweet(folder):
@@ -187,11 +158,7 @@ def write_critic(folder):
 
 
 @pytest.fixture(scope="module")
-def browser():
-    try:
-        find_chromium()
-    except SystemExit as error:
-        pytest.skip(f"the report cannot be opened: {error}")
+def browser(chromium):
     reader = Reader()
     yield reader
     reader.close()
@@ -201,10 +168,11 @@ def browser():
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     scores = {"advantages": [0.2, -0.1], "credits": ["useful question", "wrong answer"]}
-    ours = [episode(task, 0, passed=task % 2 == 0, **scores) for task in range(6)]
-    ours[5] |= {"screenshot": png(), "solution_screenshot": png(), "leak": 0.9}
+    ours = [episode(task, passed=task % 2 == 0, **scores) for task in range(6)]
+    picture = base64.b64encode(png("blue", 4, 3)).decode()
+    ours[5] |= {"screenshot": picture, "solution_screenshot": picture, "leak": 0.9}
     texts = ["Why?", "Why?", "Why?", "Needle in the hay?", "Why?", "Why?"]
-    theirs = [episode(task, 0, passed=False, text=text) for task, text in enumerate(texts)]
+    theirs = [episode(task, passed=False, text=text) for task, text in enumerate(texts)]
     theirs[4] |= {"error": "server gone", "reward": None, "success": None}
     theirs[5]["dialogue_history"][-1] = {"role": "assistant", "content": "And the unit?"}
     theirs[5] |= {"reasons": {"test1": "no answer", "test2": "no answer"}, "reward": 0.0}
@@ -212,12 +180,18 @@ def report(tmp_path_factory):
     return write_report(folder, "--metrics", *metrics, ours=ours, theirs=theirs)
 
 
-def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(browser, report):
+@pytest.fixture
+def shown(browser, report):
+    """The browser with this report opened."""
     browser.open(report.as_uri())
-    assert browser.text("#count") == "12 of 12 dialogues, 6 of 6 tasks"
-    assert browser.count(".row") == 12 and browser.count(".task") == 6
-    assert browser.count("#results figure") == 3 and browser.count("#training figure") == 5
-    assert browser.complaints() == []
+    return browser
+
+
+def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(shown):
+    assert shown.text("#count") == "12 of 12 dialogues, 6 of 6 tasks"
+    assert shown.count(".row") == 12 and shown.count(".task") == 6
+    assert shown.count("#results figure") == 3 and shown.count("#training figure") == 5
+    assert shown.complaints() == []
 
 
 # -----------------------------------------------------------------------------
@@ -227,7 +201,7 @@ def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(brows
 def test_each_policy_is_described_in_a_clause(browser, tmp_path):
     write_run(tmp_path / "trained", [], "train_policy.py", candidates=None, episodes=["e.jsonl"],
               model="some/base", lr=1e-6)
-    rows = [episode(0, 0, agent=str(tmp_path / "trained"), human="scripted")]
+    rows = [episode(0, agent=str(tmp_path / "trained"), human="scripted")]
     for name, turns in (("ours", 10), ("single", 1)):
         run = {"flags": {"tasks": "test.jsonl", "judge": "fixed", "max_turns": turns,
                          "require_protection": True}, "inputs": {}, "commit": "abc1234"}
@@ -239,32 +213,31 @@ def test_each_policy_is_described_in_a_clause(browser, tmp_path):
 
 
 def test_nothing_is_called_unknown_where_a_file_does_not_say_who_played(browser, tmp_path):
-    browser.open(write_report(tmp_path, ours=[episode(0, 0)]).as_uri())
+    browser.open(write_report(tmp_path, ours=[episode(0)]).as_uri())
     assert browser.text("#policies p") == "ours"
     assert "unknown" not in browser.run("document.body.innerText")
 
 
-def test_turns_and_endings_are_stacked_by_their_share(browser, report):
-    browser.open(report.as_uri())
-    titles = browser.each("#results figcaption", "e.innerText")
+def test_turns_and_endings_are_stacked_by_their_share(shown):
+    titles = shown.each("#results figcaption", "e.innerText")
     assert titles == ["Success %, with 95 % intervals", "What the turns are, %",
                       "How episodes end, %"]
     turns, endings = "#results figure:nth-of-type(2)", "#results figure:nth-of-type(3)"
-    assert browser.each(f"{turns} .legend span", "e.innerText") == ["useful question",
+    assert shown.each(f"{turns} .legend span", "e.innerText") == ["useful question",
                                                                     "wrong answer"]
-    tips = browser.each(f"{endings} rect", "e.textContent")
+    tips = shown.each(f"{endings} rect", "e.textContent")
     assert tips == ["ours, solved: 50.0 %", "ours, wrong answer: 50.0 %",
                     "theirs, wrong answer: 66.7 %", "theirs, no answer: 16.7 %",
                     "theirs, error: 16.7 %"]
-    widths = browser.each(f"{endings} rect", "e.width.baseVal.value")
+    widths = shown.each(f"{endings} rect", "e.width.baseVal.value")
     assert widths[2] == pytest.approx(4 * widths[3], rel=0.1)
-    colours = browser.each(f"{endings} .swatch", "getComputedStyle(e).backgroundColor")
+    colours = shown.each(f"{endings} .swatch", "getComputedStyle(e).backgroundColor")
     assert len(set(colours)) == 4
 
 
 def test_tasks_that_nobody_can_solve_end_in_a_way_of_their_own(browser, tmp_path):
     unsolvable = {"test1": "solution failed", "test2": "wrong"}
-    rows = [episode(0, 0, passed=False, reasons=unsolvable), episode(1, 0, passed=False)]
+    rows = [episode(0, passed=False, reasons=unsolvable), episode(1, passed=False)]
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert "2 tasks, 1 of them unsolvable" in browser.text("#subtitle")
     assert browser.each("#results figure:nth-of-type(2) rect", "e.textContent") == [
@@ -276,7 +249,7 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     def ending(text="I WANT TO ANSWER: x", finished=True, domain="backend", **more):
         turn = {"role": "assistant", "content": text, "finished": finished}
         history = [{"role": "user", "content": "p"}, turn]
-        row = episode(0, 0, passed=False, dialogue_history=history) | {"reasons": {}} | more
+        row = episode(0, passed=False, dialogue_history=history) | {"reasons": {}} | more
         row["task"] = row["task"] | {"domain": domain}
         if domain != "backend":
             del row["task"]["test_cases"]
@@ -294,40 +267,33 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     assert ending("What now?", reward=1.0, success=True) == "solved"
 
 
-def toy_rows(questions, success=True):
-    """Episodes of the embedded world that ask `questions` and then answer, where they do."""
+def toy_rows(questions, answers):
+    """Dialogues of the embedded world: so many questions and, where they end in one, an answer."""
     rows = []
-    for task in toy_tasks("toy:backend:test", 12):
-        history = [{"role": "user", "content": task["problem_description"]}]
-        for question in questions:
-            history += [{"role": "assistant", "content": question},
-                        {"role": "user", "content": "No wish there."}]
-        if success:
-            content = "I WANT TO ANSWER:\n" + task["ground_truth"]
-            history.append({"role": "assistant", "content": content})
+    for task in toy_tasks("toy:backend:test", 2):
+        texts = [task["problem_description"], *["Tell me the frame.", "No wish there."] * questions]
+        if answers:
+            texts.append(f"I WANT TO ANSWER:\n{task['ground_truth']}")
         else:
-            history.pop()
-        rows.append({
-            "task": task, "sample": 0, "dialogue_history": history, "answer": "x",
-            "reward": float(success), "reasons": {}, "leak": 0.0})
+            texts.pop()
+        rows.append({"task": task, "dialogue_history": dialogue(*texts), "reward": float(answers)})
     return rows
 
 
 def test_questions_on_the_last_turn_are_called_so(browser, tmp_path):
-    policies = {"answers": toy_rows(["Tell me the frame."]),
-                "asks": toy_rows(["Tell me the frame."] * 2, success=False)}
-    browser.open(write_report(tmp_path, **policies).as_uri())
+    report = write_report(tmp_path, answers=toy_rows(1, True), asks=toy_rows(2, False))
+    browser.open(report.as_uri())
     assert "question on the last turn" in browser.text("#results figure:nth-of-type(2) .legend")
     assert "early answer" not in browser.text("#results")
     browser.set("policy", "asks")
     notes = browser.each(".assistant small", "e.innerText")
     assert "true credit: question on the last turn · last turn, without an answer" in notes[1]
-    assert "no answer · " in browser.text(".row span") or "no answer" in browser.text("#episode")
+    assert "no answer · " in browser.text(".row span")
 
 
 def test_critic_is_measured_on_held_out_pairs_and_by_kind(browser, tmp_path):
     critic = write_critic(tmp_path / "critic")
-    rows = [episode(0, 0)]
+    rows = [episode(0)]
     browser.open(write_report(tmp_path, "--metrics", f"critic={critic}", ours=rows).as_uri())
     titles = browser.each("#critic figcaption", "e.innerText")
     assert titles == ["critic: the better one ranked higher, %"]
@@ -366,36 +332,34 @@ def test_tables_show_the_numbers_of_evaluate(browser, report, tmp_path):
 # Charts
 
 
-def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(browser, report):
-    browser.open(report.as_uri())
+def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(shown):
     chart = "#results figure:nth-of-type(1)"
-    assert browser.text(f"{chart} figcaption") == "Success %, with 95 % intervals"
-    widths = browser.each(f"{chart} rect", "e.width.baseVal.value")
-    labels = browser.each(f"{chart} text:not(.axis)", "e.textContent")
+    assert shown.text(f"{chart} figcaption") == "Success %, with 95 % intervals"
+    widths = shown.each(f"{chart} rect", "e.width.baseVal.value")
+    labels = shown.each(f"{chart} text:not(.axis)", "e.textContent")
     assert labels[::2] == ["ours", "theirs"] and widths[0] > widths[1] == 0
     assert labels[1].startswith("50.0 [") and labels[3].startswith("0.0 [0.0, ")
-    ends = browser.each(f"{chart} .whisker", "[...e.points].map(point => point.x)")[0]
+    ends = shown.each(f"{chart} .whisker", "[...e.points].map(point => point.x)")[0]
     assert ends[0] < 8 + widths[0] < ends[1]
     value, low, high = map(float, re.findall(r"[\d.]+", labels[1]))
     scale = widths[0] / value
-    axis = browser.each(f"{chart} .grid", "e.points[0].x")
+    axis = shown.each(f"{chart} .grid", "e.points[0].x")
     assert axis == pytest.approx([8 + scale * share for share in (0, 25, 50, 75, 100)], abs=0.1)
-    assert browser.each(f"{chart} .axis", "e.textContent") == ["0", "25", "50", "75", "100"]
+    assert shown.each(f"{chart} .axis", "e.textContent") == ["0", "25", "50", "75", "100"]
     assert ends == pytest.approx([8 + scale * low, 8 + scale * high], abs=0.1)
 
 
-def test_each_training_curve_has_a_title_a_unit_and_axes_of_its_own(browser, report):
-    browser.open(report.as_uri())
-    assert browser.each("#training h3", "e.innerText") == ["critic", "ours"]
-    assert browser.each("#training > .charts figcaption", "e.innerText") == [
+def test_each_training_curve_has_a_title_a_unit_and_axes_of_its_own(shown):
+    assert shown.each("#training h3", "e.innerText") == ["critic", "ours"]
+    assert shown.each("#training > .charts figcaption", "e.innerText") == [
         "Loss", "Loss", "Training pairs ranked right", "Margin of chosen over rejected"]
-    assert browser.each("#training > details figcaption", "e.textContent") == [
+    assert shown.each("#training > details figcaption", "e.textContent") == [
         "Negative log-likelihood of the chosen side"]
-    assert browser.each("#training .axis.y", "e.textContent") == [
+    assert shown.each("#training .axis.y", "e.textContent") == [
         "nats", "nats", "%", "nats", "nats a token"]
-    assert browser.each("#training .axis.x", "e.textContent")[:2] == [
+    assert shown.each("#training .axis.x", "e.textContent")[:2] == [
         "step", "step, mean of 3 steps"]
-    heights = browser.each("#training figure:first-of-type .line",
+    heights = shown.each("#training figure:first-of-type .line",
                            "[...e.points].map(point => -point.y)")[0]
     assert len(heights) == 9 and heights == sorted(heights, reverse=True)
 
@@ -434,17 +398,16 @@ def test_a_policy_has_one_colour_everywhere_that_contrasts(browser, report, dark
         assert min(contrast_of(colour, page) for colour in colours) >= 4.5
 
 
-def test_values_can_be_read_by_keyboard_and_screen_reader(browser, report):
-    browser.open(report.as_uri())
-    figures = browser.count("figure:has(svg)")
-    assert browser.count("figure > details > summary") == figures
-    named = browser.each("figure > svg", "[e.getAttribute('role'), e.getAttribute('aria-label')]")
+def test_values_can_be_read_by_keyboard_and_screen_reader(shown):
+    figures = shown.count("figure:has(svg)")
+    assert shown.count("figure > details > summary") == figures
+    named = shown.each("figure > svg", "[e.getAttribute('role'), e.getAttribute('aria-label')]")
     assert all(role == "img" for role, _ in named)
     assert "ours 50.0 [" in named[0][1] and "theirs 0.0 [" in named[0][1]
-    browser.run("document.querySelector('#results figure summary').focus()")
-    browser.press_enter()
-    assert browser.run("document.querySelector('#results figure details').open") is True
-    (ours, _) = cells_of(browser, "#results figure:first-of-type")
+    shown.run("document.querySelector('#results figure summary').focus()")
+    shown.press_enter()
+    assert shown.run("document.querySelector('#results figure details').open") is True
+    (ours, _) = cells_of(shown, "#results figure:first-of-type")
     assert ours[0] == "ours" and ours[1].startswith("50.0 [")
 
 
@@ -473,7 +436,7 @@ def test_a_log_has_bars_below_and_above_zero_and_neither_endings_nor_answers(bro
 def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_path):
     rows = []
     for task in range(3):
-        row = episode(task, 0, reward=0.25, success=None, reasons={})
+        row = episode(task, reward=0.25, success=None, reasons={})
         row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
         row["answer"] = "<html>y</html>"
         rows.append(row)
@@ -490,7 +453,7 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
 
 
 def test_an_agent_that_shows_no_page_has_no_picture_in_the_report(browser, tmp_path):
-    row = episode(0, 0, reward=0.0, success=None, reasons={}) | {"answer": "no page"}
+    row = episode(0, reward=0.0, success=None, reasons={}) | {"answer": "no page"}
     row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
     browser.open(write_report(tmp_path, ours=[row]).as_uri())
     assert browser.each(".pages figcaption", "e.innerText") == ["Solution page"]
@@ -500,64 +463,59 @@ def test_an_agent_that_shows_no_page_has_no_picture_in_the_report(browser, tmp_p
 # Dialogues
 
 
-def test_filters_by_outcome_policy_and_text_narrow_the_list(browser, report):
-    browser.open(report.as_uri())
+def test_filters_by_outcome_policy_and_text_narrow_the_list(shown):
     for name, value, expected in (
         ("outcome", "solved", 3), ("outcome", "error", 1), ("outcome", "leaking", 1),
         ("policy", "theirs", 6), ("search", "NEEDLE", 1), ("search", "no such text", 0),
     ):
-        browser.set(name, value)
-        assert (name, value, browser.count(".row")) == (name, value, expected)
-        browser.set(name, "")
-    browser.set("order", "low")
-    assert "reward 0.50" in browser.text(".row")
+        shown.set(name, value)
+        assert (name, value, shown.count(".row")) == (name, value, expected)
+        shown.set(name, "")
+    shown.set("order", "low")
+    assert "reward 0.50" in shown.text(".row")
 
 
-def test_tasks_are_listed_by_their_requests_with_their_policies_below(browser, report):
-    browser.open(report.as_uri())
-    titles = browser.each(".task .request", "e.innerText")
+def test_tasks_are_listed_by_their_requests_with_their_policies_below(shown):
+    titles = shown.each(".task .request", "e.innerText")
     assert titles == [f"Write function number {task}" for task in range(6)]
-    long, none = browser.run("['word '.repeat(30), ' '].map(request => titleOf({request, id: 7}))")
+    long, none = shown.run("['word '.repeat(30), ' '].map(request => titleOf({request, id: 7}))")
     assert len(long) == 90 and long.startswith("word word") and long.endswith("…") and none == 7
-    rows = browser.each(".task:first-child .row span", "e.innerText")
+    rows = shown.each(".task:first-child .row span", "e.innerText")
     assert rows == ["ours · solved · 2 turns", "theirs · wrong answer · reward 0.50 · 2 turns"]
 
 
 def test_the_dialogue_shown_first_is_the_one_in_which_the_critic_tells_turns_apart_most(
         browser, tmp_path):
     scores = ([0.2, -0.1], [0.1, None], [0.4, -0.3], [0.5, 0.4])
-    rows = [episode(task, 0, advantages=pair) for task, pair in enumerate(scores)]
+    rows = [episode(task, advantages=pair) for task, pair in enumerate(scores)]
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert "sample 0 of task2" in browser.text("#episode")
 
 
-def test_no_match_leaves_nothing_stale(browser, report):
-    browser.open(report.as_uri())
-    assert "task0" in browser.text("#episode")
-    browser.set("search", "no such text")
-    assert browser.text("#episode") == "No dialogue matches." and browser.count(".row") == 0
-    browser.set("search", "needle")
-    assert "task3" in browser.text("#episode") and "theirs" in browser.text("#episode h3")
-    browser.set("search", "")
-    assert "task3" in browser.text("#episode")  # it matches, too, and the reader was there
+def test_no_match_leaves_nothing_stale(shown):
+    assert "task0" in shown.text("#episode")
+    shown.set("search", "no such text")
+    assert shown.text("#episode") == "No dialogue matches." and shown.count(".row") == 0
+    shown.set("search", "needle")
+    assert "task3" in shown.text("#episode") and "theirs" in shown.text("#episode h3")
+    shown.set("search", "")
+    assert "task3" in shown.text("#episode")  # it matches, too, and the reader was there
 
 
-def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(browser, report):
-    browser.open(report.as_uri())
-    browser.set("policy", "ours")
-    browser.run("document.querySelectorAll('.row')[1].click()")
-    shown = re.sub(r"\s+", " ", browser.text("#episode"))
+def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(shown):
+    shown.set("policy", "ours")
+    shown.run("document.querySelectorAll('.row')[1].click()")
+    text = re.sub(r"\s+", " ", shown.text("#episode"))
     for part in ("task1", "sample 0", "wrong answer", "advantage -0.100",
                  "true credit: useful question", "1 of 2 passed", "f(2) – timed out",
                  "Yes, to two digits.", "Solution", "Answer"):
-        assert part in shown
-    shades = browser.each("#episode .assistant", "getComputedStyle(e).backgroundColor")
-    assert len(set(shades)) == 2 and browser.complaints() == []
+        assert part in text
+    shades = shown.each("#episode .assistant", "getComputedStyle(e).backgroundColor")
+    assert len(set(shades)) == 2 and shown.complaints() == []
 
 
-def test_outcomes_differ_in_sign_and_colour(browser, report):
-    browser.open(report.as_uri())
-    colours = dict(browser.each(".row b", "[e.textContent, getComputedStyle(e).color]"))
+def test_outcomes_differ_in_sign_and_colour(shown):
+    colours = dict(shown.each(".row b", "[e.textContent, getComputedStyle(e).color]"))
     assert set(colours) == {"✓", "✗", "!"} and colours["✓"] != colours["✗"]
 
 
@@ -578,17 +536,16 @@ def test_address_names_the_episode_and_opens_it_again(browser, report):
     assert browser.text("#episode") == title
 
 
-def test_rows_are_buttons_so_that_a_keyboard_reaches_every_dialogue(browser, report):
-    browser.open(report.as_uri())
-    browser.run("document.querySelectorAll('.row')[2].focus()")
-    browser.press_enter()
-    assert browser.each(".row", "e.ariaCurrent").index("true") == 2
-    assert "task1" in browser.text("#episode")
+def test_rows_are_buttons_so_that_a_keyboard_reaches_every_dialogue(shown):
+    shown.run("document.querySelectorAll('.row')[2].focus()")
+    shown.press_enter()
+    assert shown.each(".row", "e.ariaCurrent").index("true") == 2
+    assert "task1" in shown.text("#episode")
 
 
 def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     hostile = {"text": HOSTILE, "answer": HOSTILE, "credits": [HOSTILE]}
-    rows = [episode(task, 0, reasons={HOSTILE: HOSTILE}, **hostile) for task in (0, 1)]
+    rows = [episode(task, reasons={HOSTILE: HOSTILE}, **hostile) for task in (0, 1)]
     rows[0]["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "task_id": HOSTILE}
     rows[0]["dialogue_history"][1]["output"] = HOSTILE + " thought"
     rows[0]["screenshot"] = 'x" onerror="window.hacked = 5'
@@ -656,7 +613,7 @@ def test_2500_episodes_open_within_seconds_in_5_megabytes(browser, tmp_path):
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(4000)]
     scores = {"advantages": [0.1, 0.2]}
     policies = {
-        name: [episode(task, 0, text=" ".join(draw.choices(words, k=250)), **scores)
+        name: [episode(task, text=" ".join(draw.choices(words, k=250)), **scores)
                for task in range(500)]
         for name in "abcde"
     }
@@ -680,7 +637,7 @@ def unpacked(*arguments):
 
 def test_too_much_omits_screenshots_first_then_whole_tasks():
     draw = random.Random(0)
-    run = [episode(task, 0, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None)
+    run = [episode(task, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None)
            for task in range(10)]
     policies = {"p": [run]}
     whole, size = unpacked(policies, 10**6)
@@ -693,7 +650,7 @@ def test_too_much_omits_screenshots_first_then_whole_tasks():
 
 
 def test_a_picture_that_many_episodes_share_is_stored_once():
-    run = [episode(task, 0, screenshot="A", solution_screenshot="B", error=None)
+    run = [episode(task, screenshot="A", solution_screenshot="B", error=None)
            for task in range(3)]
     data, _ = unpacked({"p": [run]}, 10**6)
     assert data["pictures"] == ["A", "B"]
@@ -729,7 +686,7 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
     for step in range(5000):
         loss = float("nan") if step == 5 else 1.0
         lines.append({"step": step, "train/loss": loss, "time/step": 1, "train/other": 1})
-    run = read_training("run", write_lines(tmp_path / "metrics.jsonl", lines))
+    run = read_training("run", write_rows(tmp_path / "metrics.jsonl", lines))
     (curve,) = charts.training_curves(run)
     points = curve["points"]
     assert curve["title"] == "Loss" and len(points) <= 200
@@ -738,7 +695,7 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
 
 
 def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
-    path = write_lines(tmp_path / "episodes.jsonl", [episode(0, 0)])
+    path = write_rows(tmp_path / "episodes.jsonl", [episode(0)])
     with pytest.raises(SystemExit, match=f"{path}: found a line without a step, expected"):
         read_training("run", path)
 
@@ -759,22 +716,17 @@ def test_a_command_that_cannot_be_meant_is_refused(words, found):
 
 
 def test_pairs_are_those_that_the_trainer_draws_in_the_form_of_trl(tmp_path, capsys):
-    cut = ranked_state(3, finished=[False, True, True, True])
-    failed = ranked_state(4, error="gone") | {"candidates": None, "finished": None}
-    long = ranked_state(5, advantages=None)
-    ranked = write_lines(tmp_path / "ranked.jsonl",
-                         [*(ranked_state(i) for i in range(3)), cut, failed, long])
-    output = tmp_path / "pairs.jsonl"
-    make_report("pairs", ranked, "--output", output, "--pairs_per_state", 3, "--seed", 7)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    expected = []
-    for state in read_candidates(ranked, ranked=True)[0]:
-        draw = random.Random(derive_seed(7, "pairs", *state_key(state)))
-        pairs = make_pairs(state["candidates"], state["advantages"], "halves", 3, draw)
-        expected += [(state["task"]["task_id"], *pair) for pair in pairs]
+    failed = ranked(4, error="gone", candidates=None, finished=None)
+    states = [*map(ranked, range(3)), ranked(3, finished=[False, True, True, True]), failed,
+              ranked(5, advantages=None)]
+    path, output = write_rows(tmp_path / "ranked.jsonl", states), tmp_path / "pairs.jsonl"
+    make_report("pairs", path, "--output", output, "--pairs_per_state", 3, "--seed", 7)
+    rows = read_rows(output)
+    expected = [(state["task"]["task_id"], *pair) for state in states[:4]
+                for pair in state_pairs(state, "halves", 3, 7)]
     assert len(rows) == len(expected) == 12
     for row, (task_id, chosen, rejected) in zip(rows, expected, strict=True):
-        assert row["prompt"] == ranked_state(0)["messages"]
+        assert row["prompt"] == states[0]["messages"]
         assert row["chosen"] == [{"role": "assistant", "content": f"Which unit? {chosen}"}]
         assert row["rejected"] == [{"role": "assistant", "content": f"Which unit? {rejected}"}]
         assert row["finished"] == [task_id != "task3" or chosen != 0, True]
@@ -785,7 +737,7 @@ def test_pairs_are_those_that_the_trainer_draws_in_the_form_of_trl(tmp_path, cap
 
 
 def test_candidates_that_give_no_pair_leave_no_file(tmp_path):
-    ranked = write_lines(tmp_path / "ranked.jsonl", [ranked_state(0, advantages=[0.5] * 4)])
+    path = write_rows(tmp_path / "ranked.jsonl", [ranked(0, advantages=[0.5] * 4)])
     with pytest.raises(SystemExit, match="found no pair with --pairing halves, expected"):
-        make_report("pairs", ranked, "--output", tmp_path / "pairs.jsonl")
+        make_report("pairs", path, "--output", tmp_path / "pairs.jsonl")
     assert not (tmp_path / "pairs.jsonl").exists()

@@ -3,14 +3,12 @@
 Run: pytest tests/test_vision.py
 """
 
-import io
 import json
 import types
 
 import pytest
 import torch
-from conftest import byte_tokenizer, metrics, needs_chromium, run_script, write_rows
-from PIL import Image
+from conftest import byte_tokenizer, metrics, needs_chromium, png, run_script, write_rows
 from safetensors.torch import load_file
 
 import variants.sight
@@ -79,14 +77,8 @@ def tiny_vision(tmp_path_factory):
     return folder
 
 
-def png(colour, height=60):
-    stored = io.BytesIO()
-    Image.new("RGB", (100, height), colour).save(stored, "PNG")
-    return stored.getvalue()
-
-
 def conversation(shown="red", wanted="blue", words="what now?", height=60):
-    pages = {"<html>shown</html>": shown and png(shown, height), "wanted": png(wanted)}
+    pages = {"<html>shown</html>": shown and png(shown, height=height), "wanted": png(wanted)}
     judge = types.SimpleNamespace(picture=pages.get)
     task = {"problem_description": "a page", "ground_truth": "wanted"}
     content = f"{words} <html>shown</html>" if shown else words
