@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
-from forked import ScriptServer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -267,16 +267,11 @@ def real_pages(real_data):
 # Scripts, and what they leave
 
 
-@functools.cache
-def script_server():
-    return ScriptServer(ROOT)
-
-
 def run_script(script, *arguments, processes=1, check=True, env=None, timeout=300):
     """Run a script as a user does, alone or under torchrun."""
     script, arguments = str(ROOT / script), [str(argument) for argument in arguments]
     if env is None and (processes == 1 or check):  # torchrun itself reports a failing rank
-        done = script_server().run(script, arguments, processes, timeout)
+        done = forked.run(script, arguments, processes, timeout)
     else:
         command = [sys.executable]
         if processes > 1:

@@ -1,13 +1,13 @@
 """Runs scripts as `python SCRIPT ARGUMENTS` does, without the seconds that importing torch takes.
 
-A server imports what every script imports, once. For each request it forks a child, which runs the
-script as `__main__`; or one for each rank, with what torchrun tells it in its environment.
-conftest.py: run_script is its only user; tests of kills, of failing ranks and of environments start
-processes of their own.
+multiprocessing's fork server imports what every script imports, once. Each run is a process that is
+forked from it; or one for each rank, with what torchrun tells it in its environment.
 """
 
 import atexit
-import json
+import contextlib
+import functools
+import multiprocessing.connection
 import os
 import runpy
 import signal
@@ -19,74 +19,73 @@ import time
 import traceback
 from pathlib import Path
 
-
-class ScriptServer:
-    """Runs one script at a time; ends with the tests."""
-
-    def __init__(self, folder):
-        self.process = subprocess.Popen([sys.executable, __file__], cwd=folder, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        atexit.register(self.process.kill)
-
-    def run(self, script, arguments, ranks, timeout):
-        """What subprocess.run(..., capture_output=True, text=True) returns."""
-        with tempfile.TemporaryDirectory() as folder:
-            request = json.dumps([folder, script, arguments, ranks, timeout])
-            self.process.stdin.write(request + "\n")
-            self.process.stdin.flush()
-            code = json.loads(self.process.stdout.readline())
-            printed, errors = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-        if code is None:
-            raise subprocess.TimeoutExpired([script, *arguments], timeout, printed, errors)
-        return subprocess.CompletedProcess([script, *arguments], code, printed, errors)
+ROOT = Path(__file__).resolve().parent.parent
+PRELOADED = [
+    "pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_fast"]
 
 
-def serve():
-    import torch.distributed.fsdp  # noqa: F401 these take the time
-    import transformers.models.auto.modeling_auto
-    import transformers.models.llama.modeling_llama
-    import transformers.tokenization_utils_fast  # noqa: F401
-
-    for line in sys.stdin:
-        folder, script, arguments, ranks, timeout = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        children = []
-        for rank in range(ranks):
-            child = os.fork()
-            if not child:
-                if ranks > 1:
-                    os.environ |= {
-                        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                run_as_main(folder, script, arguments)
-            children.append(child)
-        print(json.dumps(wait(children, time.monotonic() + timeout)), flush=True)
+@functools.cache
+def fork_server():
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    return server
 
 
-def wait(children, deadline):
-    """The exit code, the first failing child's if one fails; None if they took too long."""
-    running, code = list(children), 0
+def start(script, arguments, output, errors, ranks=1):
+    """The processes of a run, which appends to the files `output` and `errors`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        variables = {} if ranks == 1 else {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes.append(fork_server().Process(
+            target=run_as_main, args=(str(script), arguments, output, errors, variables)))
+        processes[-1].start()
+        atexit.register(processes[-1].kill)
+    return processes
+
+
+def run(script, arguments, ranks, timeout):
+    """What subprocess.run(..., capture_output=True, text=True) returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        code = wait(start(script, arguments, *files, ranks), time.monotonic() + timeout)
+        printed, errors = (file.read_text() if file.exists() else "" for file in files)
+    if code is None:
+        raise subprocess.TimeoutExpired([script, *arguments], timeout, printed, errors)
+    return subprocess.CompletedProcess([script, *arguments], code, printed, errors)
+
+
+def wait(processes, deadline):
+    """The exit code, the first failing process's if one fails; None if they took too long."""
+    running, code = list(processes), 0
     while running and not code and time.monotonic() < deadline:
-        time.sleep(0.01)
-        for child in list(running):
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                running.remove(child)
-                code = code or os.waitstatus_to_exitcode(status)
-    for child in running:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        multiprocessing.connection.wait([process.sentinel for process in running], timeout=1)
+        for process in list(running):
+            if process.exitcode is not None:
+                running.remove(process)
+                code = code or process.exitcode
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     return code if code or not running else None
 
 
-def run_as_main(folder, script, arguments):
-    """In the child: what the interpreter does with a script; never returns."""
+def run_as_main(script, arguments, output, errors, variables):
+    """In the forked process: what the interpreter does with a script; never returns."""
     os.setsid()
-    for number, name in enumerate(("/dev/null", f"{folder}/stdout", f"{folder}/stderr")):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
-    sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(script)
+    os.chdir(ROOT)
+    for number, name in enumerate(("/dev/null", output, errors)):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), number)
+    os.environ |= variables
+    ours = {"", str(ROOT), str(ROOT / "tests")}
+    sys.path[:] = [os.path.dirname(script), *(path for path in sys.path if path not in ours)]
+    sys.argv = [script, *arguments]
     code = 0
     try:
         runpy.run_path(script, run_name="__main__")
@@ -104,7 +103,3 @@ def run_as_main(folder, script, arguments):
         sys.stderr.flush()
     finally:
         os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,26 +1,21 @@
 """Every script is killed at random moments and loses nothing.
 
-Run: pytest tests/test_interruptions.py
-
-The scripts run in processes forked from one that has imported torch already, so that a moment of a
-run is not mostly a moment of its imports; two ranks are two such processes with the variables that
-torchrun sets. Some tests run torchrun itself.
+The scripts run in processes forked from one that has imported torch already (forked.py), so that a
+moment of a run is not mostly a moment of its imports. Some tests run torchrun itself.
 """
 
 import contextlib
-import importlib
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from conftest import ROOT, differing_weights, write_episodes
@@ -34,53 +29,11 @@ GRACE = 0.5  # seconds between the signal and SIGKILL for the ranks that are lef
 # Runs
 
 
-def run_main(script, argv, log, variables):
-    """What `python script *argv` does, in a process that was forked for it."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(variables)
-    sys.argv = [script, *argv]
-    module = importlib.import_module(Path(script).stem)
-    module.launch(module.main, module.parse_args(argv))
-
-
-@pytest.fixture(scope="module")
-def fork():
-    """fork(script, argv, log, variables) -> a started process."""
-    before = dict(os.environ)
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([
-        "transformers", "transformers.models.llama.modeling_llama", "collect", "train_critic",
-        "train_policy", "speakers.local",
-        "test_interruptions", "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-    ])
-    started = []
-
-    def start(*arguments):
-        process = context.Process(target=run_main, args=arguments)
-        process.start()
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
-    for name in ("PYTHONPATH", "TOKENIZERS_PARALLELISM"):
-        os.environ.pop(name)
-    os.environ.update(before)
-
-
 class Command:
     """One script with its arguments, to be run in folder after folder."""
 
-    def __init__(self, fork, script, arguments, log):
-        self.fork, self.script, self.log = fork, script, log
+    def __init__(self, script, arguments, log):
+        self.script, self.log = script, log
         self.arguments = list(map(str, arguments))
         self.expected = {}  # ranks -> (what an uninterrupted run leaves, its seconds)
 
@@ -89,16 +42,7 @@ class Command:
         return [*self.arguments, "--output", str(output)]
 
     def start(self, folder, ranks=1):
-        if ranks == 1:
-            return [self.fork(self.script, self.argv(folder), self.log, {})]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        processes = []
-        for rank in range(ranks):
-            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            processes.append(self.fork(self.script, self.argv(folder), self.log, variables))
-        return processes
+        return forked.start(ROOT / self.script, self.argv(folder), self.log, self.log, ranks)
 
     def complete(self, folder, ranks=1):
         processes = self.start(folder, ranks)
@@ -138,7 +82,7 @@ def replaced(arguments, changes):
 
 
 @pytest.fixture(scope="module")
-def commands(fork, tiny, tmp_path_factory):
+def commands(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("interruptions")
     episodes, model = write_episodes(folder / "episodes.jsonl"), tiny()
     (folder / "prompt.txt").write_text("Ask, then answer.")
@@ -160,7 +104,7 @@ def commands(fork, tiny, tmp_path_factory):
     made = {}
     for name, (script, given) in arguments.items():
         (folder / name).mkdir()
-        made[name] = Command(fork, script, given, folder / name / "log.txt")
+        made[name] = Command(script, given, folder / name / "log.txt")
     return made
 
 
@@ -357,7 +301,7 @@ def test_a_stop_is_clean_and_says_how_to_resume(commands, tmp_path, name, signal
 def test_a_stopped_training_repeats_no_step_that_was_taken(commands, tmp_path, ranks):
     given = commands["mtdpo"]
     arguments = replaced(given.arguments, {"--epochs": 1000, "--save_minutes": 60})
-    command = Command(given.fork, given.script, arguments, tmp_path / "log.txt")
+    command = Command(given.script, arguments, tmp_path / "log.txt")
     log, steps = tmp_path / "output/metrics.jsonl", []
     for _ in range(2):
         processes = command.start(tmp_path / "output", ranks)
@@ -387,7 +331,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_numbers(commands, tiny,
     model.save_pretrained(tmp_path / "model")
     command = commands["mtdpo"]
     arguments = replaced(command.arguments, {"--model": tmp_path / "model"})
-    broken = Command(command.fork, command.script, arguments, tmp_path / "log.txt")
+    broken = Command(command.script, arguments, tmp_path / "log.txt")
     process, = broken.start(tmp_path / "output")
     process.join(MINUTE)
     printed = broken.log.read_text()
@@ -408,7 +352,7 @@ def test_a_rank_without_data_neither_hangs_nor_changes_the_result(
         changes = changes | {
             "--episodes": write_episodes(tmp_path / "one.jsonl", tasks=1, samples=2)}
     arguments = replaced(command.arguments, changes)
-    one = Command(command.fork, command.script, arguments, tmp_path / "log.txt")
+    one = Command(command.script, arguments, tmp_path / "log.txt")
     for ranks in (1, 2):
         one.complete(tmp_path / str(ranks), ranks)
     if name == "collect":
