@@ -1,4 +1,4 @@
-"""Best of N: a critic or a grader model chooses each turn. Run: pytest tests/test_best_of_n.py"""
+"""Best of N: a critic or a grader model chooses each turn."""
 
 import shutil
 import threading
@@ -180,12 +180,3 @@ def test_a_grader_that_was_trained_again_is_another_one(tiny, tmp_path):
     done = run_script("variants/best_of_n.py", *flags, "--output", tmp_path / "e.jsonl",
                       check=False)
     assert f"differs in {grader}/run.json" in done.stderr
-
-
-def test_flags_of_a_grader_are_refused_without_its_server():
-    with pytest.raises(SystemExit, match="--critic_model m, which is ignored because critic is"):
-        best_of_n.parse_args(["--tasks", "toy:backend:test", "--agent", "scripted", "--n", "2",
-                              "--critic", "critic", "--critic_model", "m", "--output", "o"])
-    with pytest.raises(SystemExit, match="--n 2, which is ignored without --tasks"):
-        best_of_n.parse_args(["--states", "e.jsonl", "--agent", "scripted", "--n", "2",
-                              "--critic", "critic", "--output", "o"])

@@ -1,4 +1,4 @@
-"""The critic: equations, pairs, rows, training, ranking. Run: pytest tests/test_critic.py"""
+"""The critic: equations, pairs, rows, training, ranking."""
 
 import copy
 import json
@@ -33,10 +33,6 @@ ALONE = Process(0, 1, "cpu")
 
 def rows_of(tokenizer, *dialogues):
     return [Row(*encode_dialogue(tokenizer, messages)) for messages in dialogues]
-
-
-def parsed(*more):
-    return train_critic.parse_args(["--episodes", "x", "--model", "x", "--output", "x", *more])
 
 
 # -----------------------------------------------------------------------------
@@ -539,31 +535,6 @@ def test_a_policy_or_a_stranger_is_refused_as_critic(trained, tiny, tmp_path):
         done = run_script("train_critic.py", "--output", tmp_path / name,
                           "--candidates", candidates, check=False)
         assert done.returncode == 1 and found in done.stderr, done.stderr
-
-
-def test_the_kind_of_reference_is_refused_where_both_see_the_same():
-    with pytest.raises(SystemExit, match="--reference plain.*ignored by a critic that does not"):
-        parsed("--candidates", "c", "--reference", "plain", "--privileged", "none")
-
-
-@pytest.mark.parametrize("name", ["--candidates", "--episodes"])
-def test_the_name_of_no_file_is_refused(name):
-    with pytest.raises(SystemExit, match=f"found {name} with an empty text"):
-        train_critic.parse_args(["--output", "o", name, ""])
-
-
-@pytest.mark.parametrize("flag", [
-    "--lr 1", "--pairs all", "--epochs 9", "--lora_rank 1", "--no-reshard"])
-def test_flags_of_training_are_refused_where_nothing_is_trained(flag):
-    with pytest.raises(SystemExit, match=f"found {flag}.*ignored without --episodes"):
-        train_critic.parse_args(["--output", "o", "--candidates", "c", *flag.split()])
-
-
-def test_flags_of_ranking_are_refused_where_nothing_is_ranked():
-    for more in (["--ranked", "r"], ["--reference", "plain"]):
-        with pytest.raises(SystemExit, match=f"{more[0]}.*ignored without --candidates"):
-            parsed(*more)
-        assert parsed("--candidates", "c", *more)
 
 
 def test_the_critics_logits_are_exact_where_its_model_is_not():

@@ -1,4 +1,4 @@
-"""The policy: DPO on pairs of candidates, and of dialogues. Run: pytest tests/test_policy.py"""
+"""The policy: DPO on pairs of candidates, and of dialogues."""
 
 import json
 import math
@@ -250,22 +250,8 @@ def test_unranked_candidates_and_a_repeated_state_are_refused(tmp_path):
 # Flags
 
 
-def parsed(source, *more):
-    return train_policy.parse_args([f"--{source}", "x", "--model", "m", "--output", "o", *more])
-
-
-@pytest.mark.parametrize("source, flag", [
-    ("candidates", ("--pairs", "all")), ("candidates", ("--margin", "0.5")),
-    ("episodes", ("--pairing", "positive_vs_negative")), ("episodes", ("--pairs_per_state", "2"))])
-def test_a_flag_of_the_other_door_is_refused_by_name(source, flag):
-    other = "episodes" if source == "candidates" else "candidates"
-    with pytest.raises(SystemExit, match=f"{flag[0]} .*ignored without --{other}"):
-        parsed(source, *flag)
-    assert parsed(other, *flag)
-
-
 def test_defaults_are_those_of_the_paper():
-    args = parsed("candidates")
+    args = train_policy.parse_args(["--candidates", "c", "--model", "m", "--output", "o"])
     assert (args.batch_size, args.epochs, args.lr, args.beta, args.nll) == (8, 1, 2e-7, 0.1, 0.01)
     assert (args.pairing, args.pairs_per_state) == ("halves", 4)
 

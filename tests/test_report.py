@@ -700,17 +700,6 @@ def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
         read_training("run", path)
 
 
-@pytest.mark.parametrize("words, found", [
-    ("--output r.html", "found neither episodes nor --metrics"),
-    ("a=e.jsonl --output r.json", "found --output r.json, expected FILE.html"),
-    ("--metrics m=m.jsonl --critic c --output r.html", "found --critic c, which is ignored"),
-    ("pairs r.jsonl --pairs_per_state 0 --output p", "found --pairs_per_state 0"),
-])
-def test_a_command_that_cannot_be_meant_is_refused(words, found):
-    with pytest.raises(SystemExit, match=found):
-        command.parse_args(words.split())
-
-
 # -----------------------------------------------------------------------------
 # Pairs for other trainers
 

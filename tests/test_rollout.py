@@ -1,7 +1,4 @@
-"""Rollouts: each dialogue goes on as soon as what it waits for is there.
-
-Run: pytest tests/test_rollout.py
-"""
+"""Rollouts: each dialogue goes on as soon as what it waits for is there."""
 
 import contextlib
 import json
@@ -431,27 +428,7 @@ def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# What cannot be played, or would do nothing, is refused
-
-
-@pytest.mark.parametrize("flags, found", [
-    ("--tasks toy:backend:train --states_per_task 2", "--states_per_task 2, .* without --states"),
-    ("--tasks toy:backend:train --num_candidates 4", "--num_candidates 4, .* without --states"),
-    ("--states e.jsonl --num_tasks 2", "--num_tasks 2, .* without --tasks"),
-    ("--states e.jsonl --samples_per_task 5", "--samples_per_task 5, .* without --tasks"),
-    ("--states e.jsonl --human http://h/v1", "--human http://h/v1, .* without --tasks"),
-    ("--states e.jsonl --states_fraction 1.5", "--states_fraction 1.5"),
-    ("--states e.jsonl --num_candidates 0", "--num_candidates 0"),
-    ("--tasks toy:backend:train --temperature 0.5", "--temperature 0.5, .* by a scripted agent"),
-    ("--tasks toy:backend:train --max_new_tokens 9", "--max_new_tokens 9, .* ignored"),
-    ("--tasks toy:backend:train --agent_model m", "--agent_model m, .* not the address of a"),
-    ("--tasks toy:backend:train --human_model m", "--human_model m, .* not the address of a"),
-    ("--tasks toy:backend:train --human_prompt p", "--human_prompt p, .* by a scripted human"),
-    ("--tasks toy:backend:train --human_temperature 1", "--human_temperature 1.0, .* ignored"),
-])
-def test_flags_without_effect_are_refused(flags, found):
-    with pytest.raises(SystemExit, match=f"found {found}.*expected"):
-        collect.parse_args([*flags.split(), "--agent", "scripted", "--output", "o"])
+# What cannot be played is refused
 
 
 @pytest.mark.parametrize("flags, found", [
