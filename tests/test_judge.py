@@ -1,7 +1,4 @@
-"""The sandbox: values, hostile answers, limits, life and death of its processes.
-
-Run: python -m pytest tests/test_judge.py
-"""
+"""The sandbox: values, hostile answers, limits, life and death of its processes."""
 
 import collections
 import dataclasses
@@ -24,7 +21,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_rows
 
-from formats.check import check_tasks
 from judge.handle import Worker
 from judge.sandbox import REQUIRED, Grade, Judge, check_solutions, extract_code
 from judge.values import describe, is_value, reason_of
@@ -35,8 +31,7 @@ DOUBLE = {
     "test_cases": {"test1": "f(1)", "test2": "f(2)", "test3": "f(3)"},
 }
 needs_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="these protections exist on Linux only")
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+    sys.platform != "linux", reason="needs /proc or protections that exist on Linux only")
 
 
 @pytest.fixture(scope="module")
@@ -144,19 +139,9 @@ def test_the_closed_child_reports_what_the_same_functions_give_outside(judge, pr
         "class E(__import__('enum').Enum):\n    A = 1\n"
     )
     tests = [
-        "f(1)",
-        "g(1)",
-        "E.A",
-        "__import__('dataclasses').make_dataclass('P', ['x'])(1)",
-        "[f(i) for i in [1]]",
-        "{f(i) for i in [1]}",
-        "{i: i for i in [1]}",
-        "sum(map(f, [1, 2]))",
-        "collections.OrderedDict(b=1, a=2)",
-        "(lambda n: [i for i in range(n)])(2)",
-        "f(",
-        "f('')",
-    ]
+        "f(1)", "g(1)", "E.A", "__import__('dataclasses').make_dataclass('P', ['x'])(1)",
+        "[f(i) for i in [1]]", "{f(i) for i in [1]}", "{i: i for i in [1]}", "sum(map(f, [1, 2]))",
+        "collections.OrderedDict(b=1, a=2)", "(lambda n: [i for i in range(n)])(2)", "f(", "f('')"]
     official = profile == "official"
 
     def outside(test):
@@ -457,7 +442,7 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
 
 
-@needs_proc
+@needs_linux
 def test_an_answer_waits_for_a_machine_that_has_no_room_for_a_process():
     with Judge(1) as alone:
         if os.getuid() == 0 and not alone.status["own user"]:
@@ -493,7 +478,7 @@ def test_a_machine_that_has_no_room_for_a_process_for_long_ends_the_run_and_fail
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
 
 
-@needs_proc
+@needs_linux
 def test_an_answer_with_too_many_threads_is_ended(judge, monkeypatch):
     monkeypatch.setattr("judge.handle.MAX_THREADS", 8)  # as root, a limit of 64 comes first
     start = (
@@ -522,7 +507,7 @@ def wait_for_the_end_of(pids, seconds):
     assert not any(map(running, pids))
 
 
-@needs_proc
+@needs_linux
 def test_workers_and_children_die_with_an_owner_that_is_killed():
     # The forked copy keeps the worker's socket open: only the death signal tells.
     code = (
@@ -554,7 +539,7 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
     assert not os.path.exists(folder)
 
 
-@needs_proc
+@needs_linux
 def test_an_owner_that_ends_while_its_worker_starts_leaves_no_scratch_folder(tmp_path):
     code = (
         "import os\n"
@@ -622,29 +607,6 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
     ]
 
 
-def test_the_table_of_check_names_lines_and_spells_out_what_could_steer_a_terminal(
-        capsys, tmp_path):
-    path = tmp_path / "t.jsonl"
-
-    def check(tasks, profile):
-        path.write_text("\n\n" + "".join(json.dumps(task) + "\n" for task in tasks))
-        return check_tasks(path, tasks, profile, False)
-
-    double = DOUBLE | {"domain": "backend"}
-    broken = {"domain": "backend", "ground_truth": "def f():\n    return None",
-              "test_cases": {"\x1b[2J": "f()", "again": "f()"}}
-    assert not check([double, broken], "fixed")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        f"{path}: line 4, \\x1b[2J, again: the solution returns None",
-        "1 of 2 tasks can be solved in full (judge fixed)",
-    ]
-    assert check([double], "official")
-    with pytest.raises(SystemExit, match="found no test that can be passed"):
-        check([broken], "fixed")
-    assert "protection limits         active" in capsys.readouterr().out
-
-
 # -----------------------------------------------------------------------------
 # Many answers
 
@@ -677,17 +639,16 @@ def soak(count):
     ]
     with Judge(2) as fresh:
         expected = [fresh.grade(DOUBLE, answer) for answer in answers]
+    batch = [index % len(answers) for index in range(count // 10)]
     with Judge(2) as judge:
         workers = [worker.process.pid for worker in judge.workers]
-        pids = [os.getpid(), *workers]
         costs, sizes, descriptors = [], [], []
         for _ in range(10):
-            batch = [index % len(answers) for index in range(count // 10)]
             before = cpu_seconds(judge.workers)
             grades = judge.grade_all([DOUBLE] * len(batch), [answers[index] for index in batch])
             costs.append(cpu_seconds(judge.workers) - before)
             assert grades == [expected[index] for index in batch]
-            sizes.append(sum(map(memory, pids)))
+            sizes.append(sum(map(memory, [os.getpid(), *workers])))
             descriptors.append(len(os.listdir("/proc/self/fd")))
         folders = [worker.folder for worker in judge.workers]
         assert workers == [worker.process.pid for worker in judge.workers]
@@ -699,7 +660,7 @@ def soak(count):
 
 
 @pytest.mark.slow
-@needs_proc
+@needs_linux
 def test_two_thousand_mixed_gradings_leave_nothing_and_do_not_slow_down():
     costs = soak(2000)
     # Batches are short and the machine is shared; a long run asks for 10 %.

@@ -1,4 +1,4 @@
-"""What a user reads on the terminal. Run: pytest tests/test_terminal.py"""
+"""What a user reads on the terminal."""
 
 import os
 import subprocess
@@ -24,12 +24,9 @@ TASKS = [
      "ground_truth": "import sys, tqdm\nimport pandas_of_nobody as pd\ndef f(n): return pd.x(n)"},
     {"problem_description": "triple n", "ground_truth": "def f(n): return 3 * n",
      "test_cases": {"a": "f(1)", "b": "assert f(1) == 3"}},
+    {"problem_description": "hide n", "ground_truth": "def f(): return None",
+     "test_cases": {"\x1b[2J": "f()", "again": "f()"}},
 ]
-
-
-@pytest.fixture
-def tasks(tmp_path):
-    return write(tmp_path / "tasks.jsonl", TASKS)
 
 
 # -----------------------------------------------------------------------------
@@ -137,21 +134,32 @@ def test_show_ends_quietly_with_its_pager_and_prints_on_plain_terminals(tmp_path
 # colbench.py check
 
 
-def test_check_names_lines_missing_modules_and_asserts(tasks, capsys):
+def test_check_names_lines_and_reasons_and_spells_out_what_could_steer_a_terminal(
+        tmp_path, capsys):
+    tasks = write(tmp_path / "tasks.jsonl", TASKS)
+    tasks.write_text("\n\n" + tasks.read_text())
     with pytest.raises(SystemExit) as end:
         colbench.main(["check", str(tasks)])
     assert end.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{tasks}: line 2, a: the solution raised ModuleNotFoundError")
+    assert lines[0].startswith(f"{tasks}: line 4, a: the solution raised ModuleNotFoundError")
     assert "needs the module pandas_of_nobody, which the judge does not have" in lines[0]
-    assert lines[1].startswith(f"{tasks}: line 3, b: the solution raised SyntaxError")
+    assert lines[1].startswith(f"{tasks}: line 5, b: the solution raised SyntaxError")
     assert "a call such as f(1), not `assert f(1) == 2`" in lines[1]
-    assert lines[2] == "1 of 3 tasks can be solved in full (judge fixed)"
+    assert lines[2] == f"{tasks}: line 6, \\x1b[2J, again: the solution returns None"
+    assert lines[3] == "1 of 4 tasks can be solved in full (judge fixed)"
 
 
-def test_check_ends_well_if_all_tasks_can_be_solved(tmp_path, capsys):
-    colbench.main(["check", str(write(tmp_path / "t.jsonl", TASKS[:1]))])
-    assert "1 of 1 tasks can be solved in full" in capsys.readouterr().out
+@pytest.mark.parametrize("profile", ["fixed", "official"])
+def test_check_ends_well_if_all_tasks_can_be_solved_and_refuses_those_that_nobody_can(
+        tmp_path, capsys, profile):
+    flags = ["--judge", profile]
+    colbench.main(["check", str(write(tmp_path / "good.jsonl", TASKS[:1])), *flags])
+    printed = capsys.readouterr().out
+    assert f"1 of 1 tasks can be solved in full (judge {profile})" in printed
+    assert "protection limits         active" in printed
+    with pytest.raises(SystemExit, match="found no test that can be passed"):
+        colbench.main(["check", str(write(tmp_path / "bad.jsonl", TASKS[3:])), *flags])
 
 
 def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):

@@ -1,4 +1,4 @@
-"""The embedded frontend world is what it says. Run: pytest tests/test_toy_pages.py"""
+"""The embedded frontend world is what it says."""
 
 import random
 
@@ -85,7 +85,6 @@ def test_dialogues_are_short_and_neither_hopeless_nor_perfect():
         num_words.append(len(" ".join(message["content"] for message in history).split()))
     share = sum(right) / len(right)
     mean_words = sum(num_words) / len(num_words)
-    print(f"\nright pages {share:.2f}, words {mean_words:.0f}, at most {max(num_words)}")
     assert 0.15 < share < 0.6
     assert mean_words < 400
 
