@@ -1,4 +1,4 @@
-"""Outputs that grow, are locked, are taken over. Run: pytest tests/test_growth.py"""
+"""Outputs that grow, are locked, are taken over."""
 
 import errno
 import fcntl
@@ -45,11 +45,6 @@ def test_an_output_never_shrinks_and_other_flags_are_still_refused(tmp_path):
     assert "differs in seed" in other.stderr
 
 
-def test_a_flag_that_the_earlier_code_did_not_have_is_named_as_new():
-    before = {"flags": {"seed": 0}, "inputs": {}}
-    assert changes_since(before, {"seed": 0, "loss": "x"}, {}, ()) == (["loss (a new flag)"], False)
-
-
 def test_a_run_that_other_code_resumes_names_both_commits(tmp_path, capsys, monkeypatch):
     (tmp_path / "e.jsonl").touch()
     for commit in ("one", "one", "two"):
@@ -60,11 +55,24 @@ def test_a_run_that_other_code_resumes_names_both_commits(tmp_path, capsys, monk
     assert "of commit one with the code of two" in capsys.readouterr().err
 
 
-def test_no_limit_is_more_than_any_number():
-    before = {"flags": {"num_tasks": 5, "seed": 0}, "inputs": {}}
-    assert changes_since(before, {"num_tasks": None, "seed": 0}, {}, ()) == ([], True)
-    before["flags"]["num_tasks"] = None
-    assert changes_since(before, {"num_tasks": 5, "seed": 0}, {}, ()) == (["num_tasks"], False)
+SERVED = {"human": "http://one:8000/v1", "human_model": "llama"}
+MOVED = {"human": "http://two:8000/v1"}
+
+
+@pytest.mark.parametrize("before, now, differing, grows", [
+    ({}, {"loss": "x"}, ["loss (a new flag)"], False),
+    ({"num_tasks": 5}, {"num_tasks": None}, [], True),  # no limit is more than any number
+    ({"num_tasks": None}, {"num_tasks": 5}, ["num_tasks"], False),
+    # a server may move if its model has a name that stays
+    (SERVED, SERVED | MOVED, [], False),
+    (SERVED, SERVED | MOVED | {"human_model": "qwen"}, ["human_model"], False),
+    (SERVED | {"human_model": None}, MOVED | {"human_model": None}, ["human"], False),
+    (SERVED, {"human": "toy/base", "human_model": None}, ["human", "human_model"], False),
+])
+def test_changed_flags_are_named_unless_the_output_may_grow_or_a_server_has_moved(
+        before, now, differing, grows):
+    record = {"flags": before | {"seed": 0}, "inputs": {}}
+    assert changes_since(record, now | {"seed": 0}, {}, ()) == (differing, grows)
 
 
 def training(path, model, output, *more):
@@ -85,18 +93,6 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole"))
     assert not differing_weights(tmp_path / "whole", tmp_path / "cut")
     assert not (tmp_path / "cut/resume").exists()
-
-
-def test_a_server_may_move_if_its_model_has_a_name_that_stays():
-    flags = {"human": "http://one:8000/v1", "human_model": "llama"}
-    moved = flags | {"human": "http://two:8000/v1"}
-    assert changes_since({"flags": flags, "inputs": {}}, moved, {}, ()) == ([], False)
-    other = moved | {"human_model": "qwen"}
-    assert changes_since({"flags": flags, "inputs": {}}, other, {}, ()) == (["human_model"], False)
-    before = {"flags": flags | {"human_model": None}, "inputs": {}}
-    assert changes_since(before, moved | {"human_model": None}, {}, ()) == (["human"], False)
-    local = {"human": "toy/base", "human_model": None}
-    assert "human" in changes_since({"flags": flags, "inputs": {}}, local, {}, ())[0]
 
 
 # -----------------------------------------------------------------------------

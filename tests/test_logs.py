@@ -1,7 +1,4 @@
-"""Logs in, pairs and advantages out: the commands of docs/logs.md on made-up dialogues.
-
-Run: pytest tests/test_logs.py
-"""
+"""Logs in, pairs and advantages out: the commands of docs/logs.md on made-up dialogues."""
 
 import json
 import os
@@ -47,6 +44,13 @@ def made_up_logs(path):
 
 def import_logs(path, check=True):
     return run_script("colbench.py", "import", path, "--output", f"{path}.episodes", check=check)
+
+
+def imported(folder, *lines):
+    """The episodes that a log of these lines becomes."""
+    path = write_rows(folder / "log", lines)
+    import_logs(path)
+    return read_episodes(f"{path}.episodes")
 
 
 def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
@@ -110,9 +114,7 @@ def test_trl_takes_the_exported_pairs(tmp_path):
 def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_path):
     messages = [{"role": role, "content": role[0] * 2} for role in (
         "system", "user", "assistant", "assistant", "tool", "assistant")]
-    path = write_rows(tmp_path / "log", [log_line(messages=messages, reward=-2.5, task=7)])
-    import_logs(path)
-    episode, = read_episodes(f"{path}.episodes")
+    episode, = imported(tmp_path, log_line(messages=messages, reward=-2.5, task=7))
     assert episode["agent_prompt"] == "ss" and episode["turns"] == 3
     assert [m["role"] for m in episode["dialogue_history"]] == [m["role"] for m in messages[1:]]
     assert (episode["reward"], episode["success"]) == (-2.5, None)
@@ -122,18 +124,14 @@ def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_p
 def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_dropped(tmp_path):
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"},
                 {"role": "assistant", "content": "yes", "output": "another text"}]
-    path = write_rows(tmp_path / "log", [log_line(messages=messages)])
-    import_logs(path)
-    episode, = read_episodes(f"{path}.episodes")
+    episode, = imported(tmp_path, log_line(messages=messages))
     assert episode["agent_prompt"] == "Be brief."
     assert [message["content"] for message in agent_view(episode)[0]] == ["Be brief.", "hi", "yes"]
 
 
 def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
-    path = write_rows(tmp_path / "log", [
-        log_line(task="a", ground_truth="x"), log_line(task="a", ground_truth="y", reward=0.0)])
-    import_logs(path)
-    episodes = read_episodes(f"{path}.episodes")
+    episodes = imported(tmp_path, log_line(task="a", ground_truth="x"),
+                        log_line(task="a", ground_truth="y", reward=0.0))
     assert [episode["sample"] for episode in episodes] == [0, 1]
     assert [episode["task"]["ground_truth"] for episode in episodes] == ["x", "y"]
 
@@ -199,9 +197,7 @@ def test_dialogues_that_repeat_an_earlier_one_are_kept_and_counted(tmp_path):
 def test_a_content_of_several_texts_is_one_text(tmp_path):
     parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
     messages = [{"role": "user", "content": parts}, *log_line()["messages"][1:]]
-    path = write_rows(tmp_path / "log", [log_line(messages=messages)])
-    import_logs(path)
-    episode, = read_episodes(f"{path}.episodes")
+    episode, = imported(tmp_path, log_line(messages=messages))
     assert episode["dialogue_history"][0]["content"] == "hi\nthere"
 
 
@@ -211,12 +207,10 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
             "function": {"name": "find", "arguments": json.dumps(arguments)}}
     answer = [{"role": "tool", "content": "late", "tool_call_id": "1"},
               {"role": "assistant", "content": "It comes tomorrow."}]
-    path = write_rows(tmp_path / "log", [
+    silent, speaking = imported(tmp_path, *(
         log_line(messages=[{"role": "user", "content": "lost"},
                            {"role": "assistant", "content": content, "tool_calls": [call]},
-                           *answer]) for content in (None, "I look.")])
-    import_logs(path)
-    silent, speaking = read_episodes(f"{path}.episodes")
+                           *answer]) for content in (None, "I look.")))
     text = '<tool_call>\n{"name": "find", "arguments": {"order": 12, "name": "Zoë"}}\n</tool_call>'
     assert silent["dialogue_history"][1]["content"] == text
     assert speaking["dialogue_history"][1]["content"] == f"I look.\n{text}"
@@ -226,11 +220,9 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
 @pytest.mark.parametrize("arguments, written", [("", "{}"), ("{'a': 1}", '"{\'a\': 1}"')])
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
     call = {"function": {"name": "find", "arguments": arguments}}
-    path = write_rows(tmp_path / "log", [log_line(messages=[
+    episode, = imported(tmp_path, log_line(messages=[
         {"role": "user", "content": "lost"},
-        {"role": "assistant", "content": None, "tool_calls": [call]}])])
-    import_logs(path)
-    episode, = read_episodes(f"{path}.episodes")
+        {"role": "assistant", "content": None, "tool_calls": [call]}]))
     assert f'"arguments": {written}}}' in episode["dialogue_history"][1]["content"]
 
 

@@ -1,7 +1,4 @@
-"""The threads behind a rollout: batches, waits, early ends; nothing ever hangs.
-
-Run: pytest tests/test_pool.py
-"""
+"""The threads behind a rollout: batches, waits, early ends; nothing ever hangs."""
 
 import random
 import subprocess
@@ -123,31 +120,41 @@ def test_a_model_may_be_asked_while_a_job_is_elsewhere_and_waits_may_be_nested()
 # Early ends
 
 
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["job", "model", "elsewhere"])
-def test_what_a_job_or_a_model_raises_is_raised_by_the_run_and_no_thread_is_left(error, where):
-    before = set(threading.enumerate())
-    done = []
+@pytest.mark.parametrize("where", ["job", "model", "elsewhere", "reader"])
+def test_what_is_raised_at_a_random_moment_is_raised_by_the_run_and_no_thread_is_left(
+        where, error, seed):
+    before, draw = set(threading.enumerate()), random.Random(f"{where} {error.__name__} {seed}")
+    fatal = draw.randrange(60)
+
+    def fail(here, number):
+        if (here, number) == (where, fatal):
+            raise error("fatal")
 
     def compute(numbers):
-        if where == "model" and done:
-            raise error("broken")
+        for number in numbers:
+            fail("model", number)
         return numbers
 
     def job(number):
-        if number == 7 and where == "elsewhere":
-            with elsewhere():
-                raise error("broken")
-        if number == 7 and where == "job":
-            raise error("broken")
+        mine = random.Random(number)
+        for _ in range(mine.randrange(1, 5)):
+            if mine.random() < 0.5:
+                with elsewhere():
+                    time.sleep(mine.random() * 0.002)
+            gather(compute, number)
         with elsewhere():
-            time.sleep(0.001)
-        gather(compute, number)
-        done.append(number)
-        return gather(compute, number)
+            fail("elsewhere", number)
+        fail("job", number)
+        return number
 
-    with pytest.raises(error, match="broken"):
-        within(lambda: list(run(job, range(50), 8)))
+    def read():
+        for number in run(job, range(60), draw.choice([1, 8, 32])):
+            fail("reader", number)
+
+    with pytest.raises(error, match="fatal"):
+        within(read)
     assert not threads_left(before)
 
 
@@ -232,36 +239,4 @@ def test_a_mix_of_models_waits_and_failures_gives_every_job_its_own_answers(seed
     assert [number for number, _ in found] == list(range(count))
     assert len(first.threads | second.threads) == 1
     assert all(len(batch) <= size for batch in first.batches + second.batches)
-    assert not threads_left(before)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_runs_that_end_at_random_moments_hang_nowhere_and_leave_no_thread(seed):
-    before, draw = set(threading.enumerate()), random.Random(seed)
-    fatal = draw.randrange(60)
-    kind = draw.choice(["job", "model", "reader"])
-
-    def compute(numbers):
-        if kind == "model" and fatal in numbers:
-            raise SystemExit("fatal")
-        return numbers
-
-    def job(number):
-        mine = random.Random(number)
-        for _ in range(mine.randrange(1, 5)):
-            if mine.random() < 0.5:
-                with elsewhere():
-                    time.sleep(mine.random() * 0.002)
-            gather(compute, number)
-        if kind == "job" and number == fatal:
-            raise SystemExit("fatal")
-        return number
-
-    def read():
-        for number in run(job, range(60), draw.choice([1, 8, 32])):
-            if kind == "reader" and number == fatal:
-                raise SystemExit("fatal")
-
-    with pytest.raises(SystemExit, match="fatal"):
-        within(read)
     assert not threads_left(before)
