@@ -1,7 +1,4 @@
-"""The benchmark and the GPU check run, and their two sides agree. No figure is judged here.
-
-Run: pytest tests/test_benchmark.py
-"""
+"""The benchmark and the GPU check run, and their two sides agree. No figure is judged here."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tasks, views, dialogue rules and token ids. Run: pytest tests/test_dialogue.py"""
+"""Tasks, views, dialogue rules and token ids."""
 
 import json
 import types

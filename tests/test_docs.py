@@ -1,7 +1,5 @@
 """The documents: their commands parse, their links resolve, what they name exists.
 
-Run: pytest tests/test_docs.py
-
 Shell blocks stand between ```bash and ```; bash runs them with stubs, so that variables, quotes and
 continued lines count as a shell counts them (commands.py). What a test says is what to mend.
 """

@@ -1,4 +1,4 @@
-"""Statistics, tables and the verdict of evaluate.py: pytest tests/test_evaluate.py"""
+"""Statistics, tables and the verdict of evaluate.py."""
 
 import itertools
 import json

@@ -1,7 +1,4 @@
-"""The patches of docs/forks: each applies to a copy of the project, and its command runs.
-
-Run: pytest tests/test_forks.py
-"""
+"""The patches of docs/forks: each applies to a copy of the project, and its command runs."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""What docs/scaling.md says of models that no machine here can hold, counted without their weights.
-
-Run: pytest tests/test_fullsize.py
-"""
+"""What docs/scaling.md says of models that no machine here holds, counted without weights."""
 
 import pytest
 from conftest import ROOT, run_script

@@ -1,5 +1,4 @@
-"""fast/packed.py equals the plain function that it stands in for. Run: pytest tests/test_packed.py
-"""
+"""fast/packed.py equals the plain function that it stands in for."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""Pages as tasks and answers: extraction, WebSight, similarities, the human's view.
-
-Run: python -m pytest tests/test_pages.py
-"""
+"""Pages as tasks and answers: extraction, WebSight, similarities, the human's view."""
 
 import base64
 import io

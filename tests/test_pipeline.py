@@ -1,4 +1,4 @@
-"""The four scripts in order, as a user runs them. Run: pytest tests/test_pipeline.py"""
+"""The four scripts in order, as a user runs them."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""What ranks of a training run need: equal work, memory, states, and an end to hangs.
-
-Run: pytest tests/test_ranks.py
-"""
+"""What ranks of a training run need: equal work, memory, states, and an end to hangs."""
 
 import re
 import time

@@ -1,7 +1,4 @@
-"""The tables of the recipes that run many seeds and many worlds.
-
-Run: pytest tests/test_recipe_tables.py
-"""
+"""The tables of the recipes that run many seeds and many worlds."""
 
 import json
 

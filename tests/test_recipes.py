@@ -1,7 +1,4 @@
-"""Recipes: every command of theirs parses; those for real models run in short, with SHORT=1.
-
-Run: pytest tests/test_recipes.py
-"""
+"""Recipes: every command of theirs parses; those for real models run in short, with SHORT=1."""
 
 import json
 import os

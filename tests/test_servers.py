@@ -1,7 +1,4 @@
-"""Rollouts against an OpenAI-compatible server that fails in every way it can.
-
-Run: pytest tests/test_servers.py
-"""
+"""Rollouts against an OpenAI-compatible server that fails in every way it can."""
 
 import contextlib
 import functools
@@ -503,8 +500,8 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(im
     file, tasks = toy_tasks(tmp_path, 3)
     with pytest.raises(SystemExit) as end:  # a recipe stops here
         collected(tmp_path, file, "http://127.0.0.1:9/v1")
-    assert re.fullmatch(".*127.0.0.1:9/v1: found no server.*refused.*expected one that answers; start"
-                        " it.*rerun the command.*", str(end.value))
+    assert re.fullmatch(".*127.0.0.1:9/v1: found no server.*refused.*expected one that answers;"
+                        " start it.*rerun the command.*", str(end.value))
     assert not list(tmp_path.glob("episodes.jsonl*rank*"))
     assert not (tmp_path / "episodes.jsonl").exists()
     with running(toy_answer(tasks)) as server:

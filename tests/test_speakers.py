@@ -1,4 +1,4 @@
-"""Speakers in this process: local models and scripts. Run: pytest tests/test_speakers.py"""
+"""Speakers in this process: local models and scripts."""
 
 import weakref
 

@@ -1,7 +1,4 @@
-"""What the tree promises: import direction, narrow doors, equations, recipes whose commands parse.
-
-Run: pytest tests/test_style.py
-"""
+"""What the tree promises: import direction, narrow doors, tagged equations, short lines."""
 
 import ast
 import subprocess

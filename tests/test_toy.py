@@ -1,7 +1,4 @@
-"""The embedded backend world is what it says, before anything is trained on it.
-
-Run: pytest tests/test_toy.py
-"""
+"""The embedded backend world is what it says, before anything is trained on it."""
 
 import itertools
 import random

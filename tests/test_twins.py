@@ -1,4 +1,4 @@
-"""What stands in both trainers is the same. Run: pytest tests/test_twins.py"""
+"""What stands in both trainers is the same."""
 
 import ast
 

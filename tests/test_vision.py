@@ -1,7 +1,4 @@
-"""Vision-language models: the human of pages, and the critic that sees the solution page.
-
-Run: pytest tests/test_vision.py
-"""
+"""Vision-language models: the human of pages, and the critic that sees the solution page."""
 
 import json
 import types
