@@ -128,16 +128,12 @@ def tiny_model(tokenizer, family="llama", tied=False, seed=0, layers=2):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """tiny(template, family, tied) -> directory of a tiny random checkpoint."""
-    made = {}
-
+    @functools.cache
     def make(template="llama3", family="llama", tied=False):
-        key = (template, family, tied)
-        if key not in made:
-            made[key] = str(tmp_path_factory.mktemp("tiny"))
-            tokenizer = byte_tokenizer(template)
-            tiny_model(tokenizer, family, tied).save_pretrained(made[key])
-            tokenizer.save_pretrained(made[key])
-        return made[key]
+        folder, tokenizer = str(tmp_path_factory.mktemp("tiny")), byte_tokenizer(template)
+        tiny_model(tokenizer, family, tied).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
 
     return make
 
@@ -290,6 +286,21 @@ def run_module(name, *arguments):
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def training(episodes, model, output, *more):
+    """The flags of a short training run, of which later ones win."""
+    return ["--episodes", episodes, "--model", model, "--output", output, "--epochs", 2,
+            "--batch_size", 4, "--lr", 1e-3, "--max_length", 600, *more]
+
+
+def changed_trainer(folder, change):
+    """The path of a train_policy.py that begins with these lines of Python."""
+    script = folder / "train_policy.py"
+    script.write_text(f"import os, sys, time\nsys.path[0] = {str(ROOT)!r}\nimport train_policy\n"
+                      f"{change}\n"
+                      "train_policy.launch(train_policy.main, train_policy.parse_args())\n")
+    return script
 
 
 def weights(folder):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from conftest import (
-    ROOT, differing_weights, metrics, read_rows, run_script, write_episodes, write_rows)
+    ROOT, differing_weights, metrics, read_rows, run_script, training, write_episodes, write_rows)
 
 from runtime.processes import Process
 from runtime.record import changes_since, claim_output
@@ -75,14 +75,10 @@ def test_changed_flags_are_named_unless_the_output_may_grow_or_a_server_has_move
     assert changes_since(record, now | {"seed": 0}, {}, ()) == (differing, grows)
 
 
-def training(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 3,
-            "--batch_size", 2, "--lr", 1e-3, "--max_length", 600, *more]
-
-
 def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
-    cut = training(episodes, tiny(), tmp_path / "cut")
+    short = "--epochs", 3, "--batch_size", 2
+    cut = training(episodes, tiny(), tmp_path / "cut", *short)
     run_script("train_policy.py", *cut, "--max_steps", 2)
     assert len(metrics(tmp_path / "cut")) == 2
     done = run_script("train_policy.py", *cut, "--max_steps", 2)
@@ -90,7 +86,7 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     run_script("train_policy.py", *cut, "--max_steps", 4)
     assert len(metrics(tmp_path / "cut")) == 4
     run_script("train_policy.py", *cut)
-    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole"))
+    run_script("train_policy.py", *training(episodes, tiny(), tmp_path / "whole", *short))
     assert not differing_weights(tmp_path / "whole", tmp_path / "cut")
     assert not (tmp_path / "cut/resume").exists()
 

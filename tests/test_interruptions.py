@@ -18,7 +18,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from conftest import ROOT, differing_weights, write_episodes
+from conftest import ROOT, changed_trainer, differing_weights, write_episodes
 
 from runtime.models import load_model
 
@@ -200,33 +200,12 @@ def children(parent):
     return list(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
 
 
-def wait_for_file(folder, pattern, ended):
-    """Return as soon as `folder` holds such a file or the run has ended.
-
-    `ended(seconds)` waits so long for the end of the run and returns whether it came.
-    """
+def wait_for_file(folder, pattern, lives):
+    """Return as soon as `folder` holds such a file, or the run does not live any more."""
     deadline = time.monotonic() + MINUTE
-    while not list(folder.glob(pattern)):
-        if ended(0.002):
-            return
+    while not list(folder.glob(pattern)) and lives():
         assert time.monotonic() < deadline, f"no {pattern} in {folder} after a minute"
-
-
-def popen_ended(run):
-    """The `ended` of wait_for_file for a subprocess.Popen."""
-    def ended(seconds):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(seconds)
-        return run.poll() is not None
-    return ended
-
-
-def process_ended(process):
-    """The `ended` of wait_for_file for a multiprocessing.Process."""
-    def ended(seconds):
-        process.join(seconds)
-        return process.exitcode is not None
-    return ended
+        time.sleep(0.002)
 
 
 @pytest.mark.slow
@@ -235,7 +214,7 @@ def process_ended(process):
 def test_torchrun_ends_soon_after_the_kill_of_a_rank_and_its_command_resumes(
         commands, tmp_path, name, begun, victim):
     run = torchrun(commands[name], tmp_path)
-    wait_for_file(tmp_path, begun, popen_ended(run))
+    wait_for_file(tmp_path, begun, lambda: run.poll() is None)
     os.kill(children(run.pid)[victim], signal.SIGKILL)
     run.communicate(timeout=MINUTE)
     assert run.returncode != 0
@@ -245,12 +224,8 @@ def test_torchrun_ends_soon_after_the_kill_of_a_rank_and_its_command_resumes(
     assert contents(tmp_path) == commands[name].whole(2)[0]
 
 
-FAILING_RANK = f"""
-import os, sys
-sys.path[0] = {str(ROOT)!r}
-import train_policy
+FAILING_RANK = """
 from runtime.training import Run
-
 add = Run.add
 
 def failing(*arguments):
@@ -259,14 +234,12 @@ def failing(*arguments):
     return add(*arguments)
 
 Run.add = failing
-train_policy.launch(train_policy.main, train_policy.parse_args())
 """
 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others_and_its_message_comes_first(commands, tmp_path):
-    script = tmp_path / "train_policy.py"
-    script.write_text(FAILING_RANK)
+    script = changed_trainer(tmp_path, FAILING_RANK)
     run = torchrun(commands["mtdpo"], tmp_path / "output", script)
     printed = run.communicate(timeout=2 * MINUTE)[0]
     assert run.returncode != 0
@@ -286,7 +259,7 @@ def test_a_stop_is_clean_and_says_how_to_resume(commands, tmp_path, name, signal
     expected, _ = command.whole()
     command.log.write_text("")
     process, = command.start(tmp_path / "output")
-    wait_for_file(tmp_path, "output/[!.]*.json*", process_ended(process))
+    wait_for_file(tmp_path, "output/[!.]*.json*", process.is_alive)
     os.kill(process.pid, signal_number)
     process.join(MINUTE)
     printed = command.log.read_text()

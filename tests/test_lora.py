@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, differing_weights, episode, metrics, run_script, tiny_model, weights,
-    write_episodes)
+    byte_tokenizer, differing_weights, episode, metrics, run_script, tiny_model, training,
+    weights, write_episodes)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -24,6 +24,7 @@ from train_critic import Critic
 
 SETTINGS = {"rank": 4, "alpha": 8}
 IDS = torch.arange(20)[None]
+ALONE = Process(0, 1, "cpu")
 
 
 def with_matrices(model, seed=0):
@@ -95,16 +96,16 @@ def test_a_model_without_these_layers_is_refused(monkeypatch):
 # Training, and what later stages read
 
 
-def training(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 3,
-            "--batch_size", 2, "--lr", 1e-2, "--max_length", 600, "--lora_rank", 4, *more]
+def lora(episodes, model, output, *more):
+    return training(episodes, model, output, "--epochs", 3, "--batch_size", 2, "--lr", 1e-2,
+                    "--lora_rank", 4, *more)
 
 
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     episodes = write_episodes(folder / "episodes.jsonl")
-    run_script("train_critic.py", *training(episodes, tiny(), folder / "critic"))
+    run_script("train_critic.py", *lora(episodes, tiny(), folder / "critic"))
     return folder
 
 
@@ -153,8 +154,7 @@ def test_in_bf16_a_small_update_is_not_lost_to_the_rounding_of_merged_weights(ti
     learnt = with_matrices(copy.deepcopy(base))
     for layer in lora_layers(learnt).values():
         layer.up.data /= 100
-    process = Process(0, 1, "cpu")
-    checkpoints.save_checkpoint(tmp_path, learnt, tokenizer, None, process)
+    checkpoints.save_checkpoint(tmp_path, learnt, tokenizer, None, ALONE)
     change = learnt(IDS).logits - expected
 
     def error_of(model):  # in float32, so that the weights' rounding is all there is
@@ -173,8 +173,7 @@ def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_
     """Full training after LoRA starts from merged weights, and so does its reference model."""
     tokenizer = byte_tokenizer()
     learnt = with_matrices(tiny_model(tokenizer))
-    process = Process(0, 1, "cpu")
-    checkpoints.save_checkpoint(tmp_path / "lora", learnt, tokenizer, None, process)
+    checkpoints.save_checkpoint(tmp_path / "lora", learnt, tokenizer, None, ALONE)
     shutil.copytree(tmp_path / "lora", tmp_path / "critic")
     (tmp_path / "critic" / MATRICES).unlink()
     flags = {"normalise": "turn", "privileged": "ground_truth",
@@ -190,7 +189,7 @@ def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
         trained, tiny, tmp_path):
     flags = "--successes", "--dtype", "bfloat16"
     for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):
-        run_script("variants/sft.py", *training(trained / "episodes.jsonl", before,
+        run_script("variants/sft.py", *lora(trained / "episodes.jsonl", before,
                                                 tmp_path / after, *flags))
     # its weights are fp32 for whoever reads it, although training froze them in bf16
     assert json.loads((tmp_path / "first/config.json").read_text())["dtype"] == "float32"
@@ -211,10 +210,10 @@ def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
 def test_a_run_that_was_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(
         trained, tiny, tmp_path):
     episodes = trained / "episodes.jsonl"
-    cut = training(episodes, tiny(), tmp_path / "cut")
+    cut = lora(episodes, tiny(), tmp_path / "cut")
     run_script("train_critic.py", *cut, "--max_steps", 3)
     run_script("train_critic.py", *cut)
-    run_script("train_critic.py", *training(episodes, tiny(), tmp_path / "two"), processes=2)
+    run_script("train_critic.py", *lora(episodes, tiny(), tmp_path / "two"), processes=2)
     assert not differing_weights(trained / "critic", tmp_path / "cut")
     two = weights(tmp_path / "two")
     for name, weight in weights(trained / "critic").items():
@@ -227,7 +226,7 @@ def test_a_run_that_was_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(
     ("train_critic.py", ("--dtype", "bfloat16", "--checkpointing_every", 1)),
 ])
 def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, trained, tiny, tmp_path):
-    run_script(script, *training(trained / "episodes.jsonl", tiny(), tmp_path / "out", *more))
+    run_script(script, *lora(trained / "episodes.jsonl", tiny(), tmp_path / "out", *more))
     before, after = weights(tiny()), weights(tmp_path / "out")
     for name, weight in before.items():
         if name in after and name.split(".")[-2] not in LINEAR_LAYERS:

@@ -163,15 +163,12 @@ def test_a_solution_that_cannot_be_drawn_is_named_as_the_reason(browser):
 
 @pytest.fixture(scope="module")
 def tiny_clip(tmp_path_factory):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     torch.manual_seed(0)
-    size = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2}
     config = transformers.CLIPConfig(
         text_config={**size, "vocab_size": 100},
         vision_config={**size, "image_size": 64, "patch_size": 16})
@@ -216,7 +213,6 @@ def test_an_unknown_crop_is_refused(tiny_clip):
 
 
 def test_missing_clip_is_one_sentence(tmp_path):
-    pytest.importorskip("transformers")
     with pytest.raises(SystemExit, match="--clip none"):
         ClipReward(tmp_path / "nothing")
 

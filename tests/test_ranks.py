@@ -6,20 +6,16 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, byte_tokenizer, metrics, run_script, tiny_model, write_episodes
+from conftest import (
+    ROOT, byte_tokenizer, changed_trainer, metrics, run_script, tiny_model, training, write_episodes)
 
 from runtime.checkpoints import save_state, wait_for_files
-from runtime.models import shard
+from runtime.models import open_to_train, shard
 from runtime.processes import Process
 from runtime.training import Run
 
 ALONE = Process(0, 1, "cpu")
 MACHINE = types.SimpleNamespace(dtype=None, checkpointing_every=None, reshard=True, lora_rank=0)
-
-
-def training(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 2,
-            "--batch_size", 4, "--lr", 1e-3, "--max_length", 600, *more]
 
 
 # -----------------------------------------------------------------------------
@@ -54,11 +50,8 @@ def test_every_nth_layer_is_recomputed():
 # -----------------------------------------------------------------------------
 # States by the leader's clock
 
-CLOCKS = f"""
-import os, sys, time
-sys.path[0] = {str(ROOT)!r}
-import runtime.training, train_policy
-
+CLOCKS = """
+import runtime.training
 rank = int(os.environ["RANK"])
 clock, saved = iter(range(10**9)), []
 
@@ -74,17 +67,20 @@ def save_state(folder, step, *_):
 
 runtime.training.time = Time
 runtime.training.save_state = save_state
-train_policy.launch(train_policy.main, train_policy.parse_args())
-open(sys.argv[sys.argv.index("--output") + 1] + f"/saved{{rank}}", "w").write(str(saved))
+main = train_policy.main
+
+def main_and_report(args):
+    main(args)
+    open(f"{args.output}/saved{rank}", "w").write(str(saved))
+
+train_policy.main = main_and_report
 """
 
 
 def test_states_are_saved_when_the_leaders_clock_says_so_on_all_ranks_at_once(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
-    script = tmp_path / "train_policy.py"
-    script.write_text(CLOCKS)
-    run_script(script, *training(episodes, tiny(), tmp_path / "out", "--save_minutes", 2,
-                                 "--batch_size", 1), processes=2)
+    run_script(changed_trainer(tmp_path, CLOCKS), *training(
+        episodes, tiny(), tmp_path / "out", "--save_minutes", 2, "--batch_size", 1), processes=2)
     saved = [(tmp_path / f"out/saved{rank}").read_text() for rank in (0, 1)]
     assert saved[0] == saved[1]
     # a tick for each step, and one for each state; the last step saves the checkpoint instead
@@ -114,12 +110,9 @@ def test_a_state_that_lacks_a_ranks_file_is_refused(tmp_path):
 # -----------------------------------------------------------------------------
 # Hangs
 
-HANGING = f"""
-import os, sys, time
-sys.path[0] = {str(ROOT)!r}
-import runtime.training, train_policy
+HANGING = """
+import runtime.training
 from runtime import processes
-
 processes.STEP_MINUTES = 0.05
 holder, name = eval("HOLDER"), "NAME"
 original = getattr(holder, name)
@@ -130,7 +123,6 @@ def hanging(*arguments):
     return original(*arguments)
 
 setattr(holder, name, hanging)
-train_policy.launch(train_policy.main, train_policy.parse_args())
 """
 
 
@@ -140,9 +132,8 @@ train_policy.launch(train_policy.main, train_policy.parse_args())
 ])
 def test_a_rank_that_hangs_within_a_step_ends_the_run_with_a_sentence(
         tiny, tmp_path, holder, name, rank):
-    script = tmp_path / "train_policy.py"
-    script.write_text(HANGING.replace("HOLDER", holder).replace("NAME", name)
-                      .replace("RANK_THAT_HANGS", rank))
+    script = changed_trainer(tmp_path, HANGING.replace("HOLDER", holder).replace("NAME", name)
+                             .replace("RANK_THAT_HANGS", rank))
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     began = time.monotonic()
     done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
@@ -183,8 +174,6 @@ def test_a_rank_that_is_done_ends_with_a_sentence_if_the_leader_fails_after_it(t
 
 
 def test_the_pad_token_learns_where_it_is_a_real_one(tiny):
-    from runtime.models import open_to_train
-
     args = types.SimpleNamespace(**vars(MACHINE), model=tiny(), seed=0)
     model = open_to_train(args, run_of(ALONE))
     token = byte_tokenizer().pad_token_id
@@ -193,18 +182,20 @@ def test_the_pad_token_learns_where_it_is_a_real_one(tiny):
     assert model.get_input_embeddings().weight.grad[token].abs().min() > 0
 
 
+OTHER_DATA = """
+row = train_policy.dialogue_row
+
+def other(*arguments):
+    found = row(*arguments)
+    found.ids[0] = int(os.environ["RANK"])
+    return found
+
+train_policy.dialogue_row = other
+"""
+
+
 def test_ranks_that_hold_other_data_stop_and_are_named(tiny, tmp_path):
-    script = tmp_path / "train_policy.py"
-    script.write_text(
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import train_policy\n"
-        "row = train_policy.dialogue_row\n"
-        "def other(*arguments):\n"
-        "    found = row(*arguments)\n"
-        "    found.ids[0] = int(os.environ['RANK'])\n"
-        "    return found\n"
-        "train_policy.dialogue_row = other\n"
-        "train_policy.launch(train_policy.main, train_policy.parse_args())\n")
+    script = changed_trainer(tmp_path, OTHER_DATA)
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
                       check=False)
