@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import (
     byte_tokenizer, dialogue, differing_weights, episode, metrics, ranked_state, read_rows,
-    run_script, tiny_model, weights, write_episodes, write_rows)
+    run_script, tiny_model, training, weights, write_episodes, write_rows)
 
 import train_critic
 from collect import states_of
@@ -278,9 +278,7 @@ def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth():
 
 
 def flags(path, model, output, *more):
-    return ["--episodes", path, "--model", model, "--output", output, "--epochs", 2,
-            "--batch_size", 4, "--lr", 1e-3, "--holdout", 0.2, "--max_length", 600,
-            "--dtype", "float32", *more]  # on a GPU, too
+    return training(path, model, output, "--holdout", 0.2, "--dtype", "float32", *more)
 
 
 def write_candidates(path, states=6):

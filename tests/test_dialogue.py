@@ -24,12 +24,7 @@ TASK = {
     "test_cases": {"test1": "f(1)", "gap": None},
     "extra": {"kept": [1]},
 }
-DIALOGUE = [
-    {"role": "user", "content": "write f"},
-    {"role": "assistant", "content": "what is it?"},
-    {"role": "user", "content": "times two"},
-    {"role": "assistant", "content": "I WANT TO ANSWER: def f(n): ..."},
-]
+DIALOGUE = dialogue("write f", "what is it?", "times two", "I WANT TO ANSWER: def f(n): ...")
 
 
 def write(path, *rows):
@@ -305,9 +300,7 @@ def test_the_example_in_the_docstring_holds():
         "{% for m in messages %}{{ '<bos>' if m['role'] == 'user' else '<start>' }}"
         "{{ m['content'] }}{{ '<end>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start>' }}{% endif %}")
-    texts = (("user", "h"), ("assistant", "o"), ("user", "m"), ("assistant", "s"))
-    messages = [{"role": role, "content": text} for role, text in texts]
-    ids, turn_index = encode_dialogue(tokenizer, messages, [True, False])
+    ids, turn_index = encode_dialogue(tokenizer, dialogue("h", "o", "m", "s"), [True, False])
     expected = "<bos> h <end> <start> o <end> <bos> m <end> <start> s"
     assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
     assert turn_index == [-1, -1, -1, -1, 0, 0, -1, -1, -1, -1, 1]

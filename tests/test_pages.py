@@ -9,7 +9,8 @@ import time
 import types
 
 import pytest
-from conftest import LINK, PAGE, read_rows, write_rows
+from conftest import LINK, PAGE, dialogue, read_rows, write_rows
+from PIL import Image
 
 from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
@@ -30,12 +31,7 @@ def test_a_crop_is_refused_where_no_clip_crops():
 
 
 def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
-    history = [
-        {"role": "user", "content": "a page"},
-        {"role": "assistant", "content": "<html>1</html>"},
-        {"role": "user", "content": "<html>2</html>"},
-        {"role": "assistant", "content": "no page"},
-    ]
+    history = dialogue("a page", "<html>1</html>", "<html>2</html>", "no page")
     assert graded_page("so: <html>3</html>", history) == "<html>3</html>"
     assert graded_page("no page", history) == "<html>1</html>"
     assert last_page(history) == "<html>1</html>"
@@ -113,13 +109,8 @@ def test_embedded_similarity_ranks_graded_edits_and_is_one_for_the_same_page(bro
     block = f"<div class='bg-black h-96'></div>{picture * 8}"
     other = f"<body class='bg-purple-900'><div class='h-96'></div>{picture * 40}</body>"
     for page in real_pages[:6]:
-        edits = [
-            page,
-            page.replace("</body>", f"{line}</body>"),
-            page.replace("</body>", f"{heading}</body>"),
-            page.replace("</body>", f"{block}</body>"),
-            f"<html>{LINK}{other}</html>",
-        ]
+        edits = [page, *(page.replace("</body>", f"{more}</body>")
+                         for more in (line, heading, block)), f"<html>{LINK}{other}</html>"]
         pngs = [browser.picture(edit) for edit in edits]
         scores = [embedded_similarity(pngs[0], png) for png in pngs]
         assert scores[0] == 1.0
@@ -181,8 +172,6 @@ def tiny_clip(tmp_path_factory):
 
 
 def tall_page(last_colour):
-    from PIL import Image
-
     image = Image.new("RGB", (100, 400), "white")
     image.paste(last_colour, (0, 340, 100, 400))
     file = io.BytesIO()
@@ -229,17 +218,12 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
     task = {"problem_description": "a {page}", "ground_truth": PAGE}
     png = placeholder_picture("https://picsum.photos/4/5")
     prompt = DOMAINS["frontend"].human_prompt
-    history = [
-        {"role": "user", "content": "a page"},
-        {"role": "assistant", "content": "see {x} " + PAGE},
-    ]
+    history = dialogue("a page", "see {x} " + PAGE)
     judge = types.SimpleNamespace(picture=lambda page: png)
     messages = human_page_view(task, history, prompt, judge)
     (message,) = messages
     text = json.dumps(parts_of(message, "text"))
-    assert "a {page}" in text
-    assert "see {x}" in text
-    assert "bg-red-500" not in text
+    assert "a {page}" in text and "see {x}" in text and "bg-red-500" not in text
     addresses = [part["image_url"]["url"] for part in parts_of(message, "image_url")]
     assert [base64.b64decode(address.split(",")[1]) for address in addresses] == [png, png]
     (local,) = local_images(messages)
@@ -251,7 +235,7 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
 
 
 def test_human_is_told_which_page_there_is_no_picture_of(browser):
-    history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": "no page"}]
+    history = dialogue("a page", "no page")
     too_long = f"<html>{' ' * MAX_PAGE_CHARACTERS}</html>"
     task = {"problem_description": "a page", "domain": "frontend", "ground_truth": too_long}
     with PageJudge("none") as judge:

@@ -116,23 +116,17 @@ def test_a_chat_model_goes_from_demonstrations_to_a_policy(
         assert not episode["error"] and episode["agent_prompt"] == "Ask, then answer."
 
 
-@pytest.mark.parametrize("ranker", ["true credit", "random", "value"])
-def test_the_policy_learns_from_whoever_ranks(episodes, tmp_path, ranker):
+def test_the_policy_learns_from_the_ranks_of_a_value_critic(episodes, tmp_path):
     candidates, ranked = tmp_path / "candidates.jsonl", tmp_path / "ranked.jsonl"
     run_script("collect.py", "--states", episodes, "--states_fraction", 0.3, "--states_per_task", 2,
                "--agent", "toy/base", "--max_new_tokens", 96, "--num_candidates", 8,
                "--output", candidates)
-    if ranker == "value":
-        run_script("variants/value_critic.py", "--episodes", episodes, "--pairs", "all",
-                   "--model", "toy/base", "--max_steps", 2, "--output", tmp_path / "value",
-                   "--candidates", candidates, "--ranked", ranked)
-    else:
-        more = ("--ranker", "random") if ranker == "random" else ()
-        run_module("toy.credit", "rank", candidates, "--output", ranked, *more)
+    run_script("variants/value_critic.py", "--episodes", episodes, "--pairs", "all", "--model",
+               "toy/base", "--max_steps", 2, "--output", tmp_path / "value", "--candidates",
+               candidates, "--ranked", ranked)
     done = run_script("train_policy.py", "--candidates", ranked, "--model", "toy/base",
                       "--max_steps", 2, "--output", tmp_path / "policy")
-    name = tmp_path / "value" if ranker == "value" else ranker
-    assert f"ranked by {name}" in done.stdout
+    assert f"ranked by {tmp_path / 'value'}" in done.stdout
 
 
 def test_a_value_head_refuses_rewards_that_it_cannot_predict(tmp_path):

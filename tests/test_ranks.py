@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 from conftest import (
-    ROOT, byte_tokenizer, changed_trainer, metrics, run_script, tiny_model, training, write_episodes)
+    ROOT, byte_tokenizer, changed_trainer, metrics, run_script, tiny_model, training,
+    write_episodes)
 
 from runtime.checkpoints import save_state, wait_for_files
 from runtime.models import open_to_train, shard

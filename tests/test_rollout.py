@@ -10,8 +10,8 @@ import pytest
 from chat_server import talking
 from conftest import episode, read_rows, run_script, write_rows
 from parties import (
-    INDEX, RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, index_of, played,
-    within)
+    INDEX, RULES, TASKS, Failing, HeldJudge, Local, Served, asker, collect_now, human_line,
+    index_of, played, within)
 
 import collect
 import speakers
@@ -96,13 +96,12 @@ def test_two_local_speakers_alternate_when_dialogues_end_at_different_times():
 
 
 def collected(folder, url, batch_size, agent=None, more=()):
-    """The text of the episodes that collect.py's main makes with servers at `url`."""
+    """The text of the episodes that collect.py makes with servers at `url`."""
     folder.mkdir()
-    flags = ["--tasks", "toy:backend:train", "--num_tasks", 12, "--samples_per_task", 2,
-             "--human", url, "--human_model", "human", "--batch_size", batch_size,
-             "--output", folder / "episodes.jsonl", *more]
-    flags += ["--agent", agent] if agent else ["--agent", url, "--agent_model", "agent"]
-    collect.main(collect.parse_args([str(flag) for flag in flags]))
+    agent = ["--agent", agent] if agent else ["--agent", url, "--agent_model", "agent"]
+    collect_now("--tasks", "toy:backend:train", "--num_tasks", 12, "--samples_per_task", 2, *agent,
+                "--human", url, "--human_model", "human", "--batch_size", batch_size,
+                "--output", folder / "episodes.jsonl", *more)
     return (folder / "episodes.jsonl").read_text()
 
 
@@ -350,9 +349,8 @@ def test_candidates_of_scripts_and_models_do_not_depend_on_the_batch_size(tmp_pa
         texts = []
         for size in ("1", "16", "64"):
             output = tmp_path / f"{len(spec)}-{size}.jsonl"
-            collect.main(collect.parse_args([
-                "--states", str(given), "--states_fraction", "1", "--num_candidates", "4",
-                "--agent", spec, "--batch_size", size, "--output", str(output), *more]))
+            collect_now("--states", given, "--states_fraction", 1, "--num_candidates", 4,
+                        "--agent", spec, "--batch_size", size, "--output", output, *more)
             texts.append(output.read_text())
         assert texts == [texts[0]] * 3
         rows = [json.loads(line) for line in texts[0].splitlines()]
@@ -437,7 +435,7 @@ def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
     ("--tasks {tasks} --agent scripted --human {prompt}/", "no such directory"),
     ("--tasks {logged} --agent scripted --human scripted", "tasks of your own logs.*--states"),
     ("--tasks {tasks} --agent scripted --human http://h/v1 --human_prompt {prompt}",
-     "without {{hidden_information}}, expected it"),
+     "without {hidden_information}, expected it"),
     ("--tasks {tasks} --agent scripted --human scripted --clip none", "--clip none, which is"),
     ("--tasks toy:frontend:test --agent scripted --judge official", "--judge official, which is"),
 ])
@@ -450,15 +448,13 @@ def test_what_cannot_be_played_is_refused_before_anything_is_opened(
     names["tasks"].write_text(json.dumps(task))
     names["logged"].write_text(json.dumps(task | {"domain": "logged"}))
     names["prompt"].write_text("Reply.")
-    flags = [*flags.format(**names).split(), "--output", str(tmp_path / "o")]
-    with pytest.raises(SystemExit, match=found.replace("{{", "{").replace("}}", "}")):
-        collect.main(collect.parse_args(flags))
+    with pytest.raises(SystemExit, match=found):
+        collect_now(*flags.format(**names).split(), "--output", tmp_path / "o")
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
 
 
 def test_the_domain_of_a_fork_may_have_flags_that_collect_lacks(monkeypatch, tmp_path):
     monkeypatch.setitem(DOMAINS, "fork", DOMAINS["backend"]._replace(flags={"engine": "x"}))
-    collect.main(collect.parse_args([
-        "--tasks", "toy:backend:test", "--num_tasks", "1", "--agent", "scripted",
-        "--output", str(tmp_path / "o")]))
+    collect_now("--tasks", "toy:backend:test", "--num_tasks", 1, "--agent", "scripted",
+                "--output", tmp_path / "o")
     assert len(read_episodes(tmp_path / "o")) == 3

@@ -103,13 +103,9 @@ def test_asking_everything_in_a_fixed_order_runs_out_of_turns(tasks):
 
 def test_train_valid_and_test_share_no_task_and_requirements_vary():
     splits = [toy_tasks(f"toy:backend:{split}", 400) for split in ("train", "valid", "test")]
-    train, valid, test = (
-        {(task["problem_description"], task["ground_truth"]) for task in split} for split in splits
-    )
-    assert len(train) == len(valid) == len(test) == 400
-    assert not train & valid
-    assert not train & test
-    assert not valid & test
+    found = {(task["problem_description"], task["ground_truth"])
+             for split in splits for task in split}
+    assert len(found) == 3 * 400
     assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {4, 5}
 
 
@@ -147,10 +143,8 @@ def test_a_world_of_few_topics_gives_all_the_tasks_that_it_has():
 def test_every_requirement_matters_in_some_hidden_test(tasks):
     for task in tasks[:30]:
         needed = task["toy"]["needed"]
-        partial = [
-            code_of([(d, option) for d, option in needed.items() if d != omitted])
-            for omitted in needed
-        ]
+        partial = [code_of([(d, option) for d, option in needed.items() if d != omitted])
+                   for omitted in needed]
         assert not any(grade.success for grade in grade_all([task] * len(partial), partial))
 
 
@@ -295,8 +289,7 @@ def test_toy_credit_names_each_kind_of_turn():
 
 def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
     """From one state, the demonstrator succeeds more often after a turn of greater true credit."""
-    # (whether something was unknown before the turn, its true credit) -> returns. What is compared
-    # has the same number of unknown details and of turns left.
+    # (whether something was unknown before the turn, its true credit) -> returns
     returns = defaultdict(list)
     for task in tasks[:60]:
         needed = task["toy"]["needed"]
@@ -305,24 +298,19 @@ def test_toy_credit_orders_turns_as_the_returns_of_rollouts_do(tasks):
             before = history[:2 * turn + 1]
             asked = details_asked(before)
             unknown = [detail for detail in needed if detail not in asked]
-            wasted = next(
-                (d for d in task["toy"]["details"] if d not in needed and d not in asked), None)
-            if wasted is None:
+            wasted = [d for d in task["toy"]["details"] if d not in needed and d not in asked]
+            if not wasted:
                 continue
-            texts = [f"Tell me the {wasted}.", f"{ANSWER_MARKER}\n{known_code(task, before)}"]
-            texts += [f"Tell me the {detail}." for detail in unknown[:1]]
-            for text in texts:
+            answer = f"{ANSWER_MARKER}\n{known_code(task, before)}"
+            questions = [f"Tell me the {detail}." for detail in wasted[:1] + unknown[:1]]
+            for text in [answer, *questions]:
                 after = before + [assistant(text)]
                 value = toy_credit(task, after, turn, right=not unknown).value
-                if ANSWER_MARKER in text:
-                    outcomes = [not unknown]
-                else:
+                outcomes = [not unknown]
+                if text != answer:
                     after.append(user(backend_human(task, after, None)))
-                    answers = [
-                        continue_dialogue(task, DEMONSTRATOR, after, seed)[1]
-                        for seed in range(6)
-                    ]
-                    outcomes = [answer == task["ground_truth"] for answer in answers]
+                    outcomes = [continue_dialogue(task, DEMONSTRATOR, after, seed)[1]
+                                == task["ground_truth"] for seed in range(6)]
                 returns[bool(unknown), value].append(sum(outcomes) / len(outcomes))
     means = {key: sum(values) / len(values) for key, values in returns.items()}
     assert means[True, 0.6] > means[True, 0.3] + 0.03 > means[True, 0.0] == 0.0
@@ -333,10 +321,8 @@ def test_credit_pairs_know_their_kind():
     useful, wasted = ToyCredit("useful question", 0.6), ToyCredit("wasted question", 0.3)
     right, wrong = ToyCredit("right answer", 1.0), ToyCredit("wrong answer", 0.0)
     assert list(credit_pairs([useful, wasted, wrong], known=False)) == [
-        ("question_question", 0, 1),
-        ("answer_question_unknown", 0, 2),
-        ("answer_question_unknown", 1, 2),
-    ]
+        ("question_question", 0, 1), ("answer_question_unknown", 0, 2),
+        ("answer_question_unknown", 1, 2)]
     assert list(credit_pairs([wrong, right], known=True)) == [("answer_answer", 1, 0)]
 
 

@@ -2,7 +2,7 @@
 
 import random
 
-from conftest import ROOT
+from conftest import ROOT, dialogue
 
 from colbench import MAX_TURNS, OUTPUT_MARKER, agent_messages, agent_prompt_of, split_message
 from judge.pages import extract_html, grade_page, last_page
@@ -14,6 +14,7 @@ from speakers.pool import run
 from toy.frontend import (
     SLOTS, choice_of, frontend_demonstrator, frontend_human, frontend_task, page_of)
 from toy.world import toy_tasks
+
 
 def play(task, seed):
     """The history of a dialogue of the noisy demonstrator with the human."""
@@ -36,9 +37,7 @@ def first_words():
 def test_splits_share_no_page_and_a_task_depends_on_its_index_alone():
     train = {frontend_task("train", index)["ground_truth"] for index in range(3000)}
     test = {frontend_task("test", index)["ground_truth"] for index in range(3000)}
-    assert not train & test
-    assert len(train) > 1000
-    assert len(test) > 250
+    assert not train & test and len(train) > 1000 and len(test) > 250
     assert frontend_task("train", 7) == frontend_task("train", 7)
 
 
@@ -76,17 +75,14 @@ def test_words_and_page_texts_belong_to_one_slot_each():
 
 
 def test_dialogues_are_short_and_neither_hopeless_nor_perfect():
-    right = []
-    num_words = []
+    right, num_words = [], []
     for index in range(300):
         task = frontend_task("train", index)
         history = play(task, index)
         right.append(choice_of(last_page(history)) == choice_of(task["ground_truth"]))
         num_words.append(len(" ".join(message["content"] for message in history).split()))
-    share = sum(right) / len(right)
-    mean_words = sum(num_words) / len(num_words)
-    assert 0.15 < share < 0.6
-    assert mean_words < 400
+    assert 0.15 < sum(right) / len(right) < 0.6
+    assert sum(num_words) / len(num_words) < 400
 
 
 def test_the_demonstrator_follows_the_dialogue_and_only_the_informed_one_the_solution():
@@ -111,14 +107,9 @@ def test_the_demonstrator_follows_the_dialogue_and_only_the_informed_one_the_sol
 
 def test_the_answer_marker_stands_before_the_page_and_after_the_plan():
     task = frontend_task("train", 0)
-    history = [
-        {"role": "user", "content": task["problem_description"]},
-        {"role": "assistant", "content": task["ground_truth"]},
-        {"role": "user", "content": "looks right ."},
-    ]
-    texts = [
-        frontend_demonstrator(task, history, random.Random(derive_seed(seed))) for seed in range(50)
-    ]
+    history = dialogue(task["problem_description"], task["ground_truth"], "looks right .")
+    texts = [frontend_demonstrator(task, history, random.Random(derive_seed(seed)))
+             for seed in range(50)]
     answers = [text for text in texts if ANSWER_MARKER in text]
     assert 5 < len(answers) < 45
     assert all(f" . {OUTPUT_MARKER} {ANSWER_MARKER} <html>" in text for text in answers)

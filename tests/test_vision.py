@@ -5,8 +5,9 @@ import types
 
 import pytest
 import torch
-from conftest import byte_tokenizer, metrics, needs_chromium, png, run_script, write_rows
-from safetensors.torch import load_file
+from conftest import (
+    byte_tokenizer, dialogue, metrics, needs_chromium, png, run_script, training, weights,
+    write_rows)
 
 import variants.sight
 from collect import states_of
@@ -43,12 +44,8 @@ def tiny_vision(tmp_path_factory):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = byte_tokenizer(TEMPLATE)
-    tokens = {
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-    }
+    tokens = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+              "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     special = ["<bos>", "<start>", "<stop>", *tokens.values()]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -58,10 +55,8 @@ def tiny_vision(tmp_path_factory):
         "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id, "rope_parameters": rope,
     }
-    vision = {
-        "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2,
-        "initializer_range": 0.3,
-    }
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2,
+              "initializer_range": 0.3}
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(Qwen2VLConfig(
@@ -79,8 +74,8 @@ def conversation(shown="red", wanted="blue", words="what now?", height=60):
     judge = types.SimpleNamespace(picture=pages.get)
     task = {"problem_description": "a page", "ground_truth": "wanted"}
     content = f"{words} <html>shown</html>" if shown else words
-    history = [{"role": "user", "content": "a page"}, {"role": "assistant", "content": content}]
-    return human_page_view(task, history, "Say what differs in {message}", judge)
+    return human_page_view(
+        task, dialogue("a page", content), "Say what differs in {message}", judge)
 
 
 # -----------------------------------------------------------------------------
@@ -108,11 +103,8 @@ def test_the_human_sees_both_pictures(tiny_vision):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_conversations_answered_together_are_answered_as_one_by_one(tiny_vision, temperature):
-    conversations = [
-        conversation(),
-        conversation(None, "white", "a much longer message " * 4),
-        conversation("green", height=300),
-    ]
+    conversations = [conversation(), conversation(None, "white", "a much longer message " * 4),
+                     conversation("green", height=300)]
     speaker = vision_speaker(tiny_vision, 16, temperature)
     together = answers_of(speaker, conversations, 2, 5)
     single = vision_speaker(tiny_vision, 16, temperature, batch_size=1)
@@ -304,12 +296,8 @@ def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
 
 
 def training_flags(episodes, model, output, *more):
-    flags = [
-        "--episodes", episodes, "--model", model, "--output", output,
-        "--pairs", "all", "--lr", 3e-3, "--batch_size", 4, "--epochs", 6, "--max_length", 2000,
-        "--holdout", 0.3, *more,
-    ]
-    return [str(flag) for flag in flags]
+    return training(episodes, model, output, "--pairs", "all", "--lr", 3e-3, "--epochs", 6,
+                    "--max_length", 2000, "--holdout", 0.3, *more)
 
 
 @pytest.fixture(scope="module")
@@ -339,14 +327,11 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
 @pytest.mark.slow
 def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
         page_episodes, tiny_vision, tmp_path):
-    runs = [("one", 1, []), ("two", 2, ["--checkpointing_every", 1]),
-            ("micro", 1, ["--micro_batch_size", 3])]
-    weights = []
-    for name, processes, more in runs:
+    for name, processes, more in (("one", 1, []), ("two", 2, ["--checkpointing_every", 1]),
+                                  ("micro", 1, ["--micro_batch_size", 3])):
         flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more)
         run_script("variants/value_critic.py", *flags, processes=processes)
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
-    one, *others = weights
+    one, *others = (weights(tmp_path / name) for name in ("one", "two", "micro"))
     for other in others:
         for name, value in one.items():
             bound = torch.full_like(value, 1e-5)
@@ -361,14 +346,13 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
 @pytest.mark.slow
 def test_ranks_with_uneven_shares_of_pages_do_not_wait_for_each_other(
         page_episodes, tiny_vision, tmp_path):
-    weights = []
     for name, processes, more in (("one", 1, []), ("two", 2, ["--micro_batch_size", 2])):
         flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 1,
                                "--privileged", "none", "--batch_size", 3, *more)
         run_script("variants/value_critic.py", *flags, processes=processes)
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
-    for name, value in weights[0].items():
-        assert torch.allclose(weights[1][name], value, atol=5e-5), name
+    two = weights(tmp_path / "two")
+    for name, value in weights(tmp_path / "one").items():
+        assert torch.allclose(two[name], value, atol=5e-5), name
 
 
 def test_dialogues_of_logs_are_refused_by_a_critic_that_sees(tiny_vision):
