@@ -94,7 +94,7 @@ def code_of_scripts():
     waiting = [script]
     while waiting:
         path = waiting.pop()
-        name = str(path.relative_to(root)) if root in path.parents else path.name
+        name = str(path.relative_to(root) if root in path.parents else path)
         ours = path == script or path.parent in (root, root / "variants")
         if not ours or not path.is_file() or name in hashes:
             continue

@@ -111,6 +111,11 @@ def test_interval_of_nothing_is_nothing():
 # Comparisons
 
 
+def test_equal_sums_that_were_added_in_another_order_are_a_tie():
+    gaps = numpy.array([0.1 + 0.2 - 0.3, 0.3 - 0.2 - 0.1, 1e-6, -1e-6])
+    assert evaluate.win_points(gaps).tolist() == [0.5, 0.5, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("wins, losses, p", [
     (0, 0, 1.0), (5, 5, 1.0), (5, 0, 0.0625), (0, 5, 0.0625), (8, 2, 0.109375)])
 def test_sign_test_is_the_exact_binomial(wins, losses, p):
@@ -194,6 +199,13 @@ def test_samples_of_a_task_are_averaged_before_tasks(tmp_path):
     assert numbers_of(tmp_path, rows=rows)["success"]["value"] == 0.5
 
 
+def test_words_are_those_that_the_agent_wrote_its_thoughts_included(tmp_path):
+    history = [{"role": "user", "content": "a b c d"},
+               {"role": "assistant", "content": "one two", "output": "<think>so</think> one two"}]
+    row = episode(0, dialogue_history=history)
+    assert numbers_of(tmp_path, rows=[row])["words"]["value"] == 3
+
+
 def test_errors_count_as_errors_and_nowhere_else(tmp_path):
     rows = [episode(0), failed(1, "server gone") | {"turns": 99}]
     numbers = numbers_of(tmp_path, rows=rows)
@@ -202,7 +214,7 @@ def test_errors_count_as_errors_and_nowhere_else(tmp_path):
 
 
 def test_success_without_leaks_omits_leaking_episodes(tmp_path):
-    rows = [episode(0, leak=0.5), episode(1, reward=0.5, leak=0.4)]
+    rows = [episode(0, leak=0.5), episode(1, reward=0.5, leak=0.499)]
     numbers = numbers_of(tmp_path, rows=rows)
     values = [numbers[key]["value"] for key in ("success", "leaking", "clean_success")]
     assert values == [0.5, 0.5, 0.0]

@@ -299,6 +299,15 @@ def test_a_server_that_asks_to_wait_some_seconds_is_asked_again_after_them(
     assert len(pauses) == 1 and asked < pauses[0] <= asked + speaker.pause
 
 
+def test_the_pause_before_each_further_try_is_twice_as_long(monkeypatch):
+    with busy(100, 500, "0") as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), timeout=1e9)
+        monkeypatch.setattr("speakers.server.random.uniform", lambda low, high: high)
+        pauses = paused(monkeypatch)
+        ask_all(speaker, CONVERSATIONS[:1])
+    assert pauses == [speaker.pause * 2**attempt for attempt in range(speaker.retries - 1)]
+
+
 def test_a_server_that_asks_to_wait_is_not_silent(monkeypatch):
     with busy(100, 429, "30") as server:
         speaker = ServerSpeaker(server.url, SpeakerSettings(), timeout=5)
@@ -365,6 +374,24 @@ def test_ids_with_slashes_and_adapters_are_models_like_all_others(name):
     with running(echo, models=ADAPTERS) as server:
         ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
     assert server.seen_models == {name}
+
+
+def test_each_party_is_asked_with_its_own_temperature_and_token_limit(impatient, tmp_path):
+    path, tasks = toy_tasks(tmp_path, 3)
+    bodies, answer = [], toy_answer(tasks)
+
+    def say(handler, body):
+        bodies.append(body)
+        return False
+
+    with running(answer, say=say) as server:
+        collect_now("--tasks", path, "--samples_per_task", 1, "--output", tmp_path / "e.jsonl",
+                    "--agent", server.url, "--agent_model", "agent", "--temperature", 0.7,
+                    "--max_new_tokens", 70, "--human", server.url, "--human_model", "human",
+                    "--human_temperature", 0.2, "--human_max_new_tokens", 20)
+    sampled = {(body["model"], body["temperature"], body["max_tokens"], body["top_p"])
+               for body in bodies}
+    assert sampled == {("agent", 0.7, 70, 1), ("human", 0.2, 20, 1)}
 
 
 def test_several_models_and_no_name_is_a_sentence_with_the_names():

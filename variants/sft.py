@@ -30,7 +30,7 @@ from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprob
 
 
 def supervised_objective(model, rows, mean_tokens):
-    """Negative log-likelihood over the mean number of agent tokens of a dialogue: name -> (R,).
+    """Negative log-likelihood over the mean number of agent tokens of a dialogue, (R,).
 
     Every token thus has the same weight. A mean over each dialogue's own tokens would teach more
     from short ones, and with them to stop early.
