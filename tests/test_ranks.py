@@ -120,7 +120,7 @@ original = getattr(holder, name)
 
 def hanging(*arguments):
     if os.environ["RANK"] == "RANK_THAT_HANGS":
-        time.sleep(60)
+        time.sleep(600)
     return original(*arguments)
 
 setattr(holder, name, hanging)
@@ -139,7 +139,7 @@ def test_a_rank_that_hangs_within_a_step_ends_the_run_with_a_sentence(
     began = time.monotonic()
     done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
                       check=False)
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 300
     assert done.returncode != 0
     assert "Another process of this run has been silent" in done.stderr, done.stderr[-3000:]
 
