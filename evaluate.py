@@ -21,7 +21,7 @@ To change                          edit
 Reads episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`). Writes results.json,
 and results.md with the tables that are printed. `python -m report` draws the same numbers as a
 page.
-Letters in shapes: D bootstrap draws, R runs (seeds) of a policy, T tasks.
+Letters in shapes: D bootstrap draws, R seeds of a policy, T tasks.
 
 Difference from the paper, which reports means alone: intervals and tests are added.
 """
@@ -70,10 +70,10 @@ def episode_numbers(episode):
     return numbers
 
 
-def task_means(run, task_ids):
+def task_means(episodes, task_ids):
     """Key -> the mean over the samples of each task (T,), NaN where no sample has the number."""
     samples = {task_id: defaultdict(list) for task_id in task_ids}
-    for episode in run:
+    for episode in episodes:
         for key, value in episode_numbers(episode).items():
             samples[episode["task"]["task_id"]][key].append(value)
     return {key: [sum(numbers[key]) / len(numbers[key]) if numbers[key] else math.nan
@@ -97,18 +97,18 @@ def drawn_means(sums, weights):
     return sums[weights > 0] / weights[weights > 0]
 
 
-def interval(values, run_draws, task_draws, limits=None):
+def interval(values, seed_draws, task_draws, limits=None):
     """Mean of values (R, T) with a 95 % bootstrap interval; NaN marks a task without a value.
 
     Every seed plays the same tasks. A draw therefore takes seeds with replacement and,
-    independently, tasks with replacement, the same ones for all seeds; run_draws (D, R) and
+    independently, tasks with replacement, the same ones for all seeds; seed_draws (D, R) and
     task_draws (D, T) hold how often each was taken.
     """
     present = ~numpy.isnan(values)
     if not present.any():
         return None
-    means = drawn_means((run_draws @ numpy.where(present, values, 0.0)) * task_draws,
-                        (run_draws @ present.astype(float)) * task_draws)
+    means = drawn_means((seed_draws @ numpy.where(present, values, 0.0)) * task_draws,
+                        (seed_draws @ present.astype(float)) * task_draws)
     count = int(present.any(0).sum())
     return {"value": float(values[present].mean())} | bounds(means, count, limits)
 
@@ -132,10 +132,10 @@ def bounds(means, count, limits=None):
 
 
 def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
-    """Compare the values of two policies, (R, T) each, each with its own number of runs.
+    """Compare the values of two policies, (R, T) each, each with its own number of seeds.
 
-    Only tasks with a value in every run of both policies count; None if there is none. A draw takes
-    the same tasks for both policies (a paired comparison), and draws their seeds independently.
+    Only tasks with a value for every seed of both policies count; None if there is none. A draw
+    takes the same tasks for both policies (a paired comparison), and their seeds independently.
     """
     shared = ~(numpy.isnan(ours).any(0) | numpy.isnan(theirs).any(0))  # (T,)
     if not shared.any():
@@ -177,9 +177,10 @@ def sign_test(wins, losses):
 
 
 def score(policies, draws=2000):
-    """All that results.json holds of the policies, name -> runs: numbers and comparisons."""
+    """What results.json holds: numbers and comparisons of policies, name -> episodes by seed."""
     task_ids, domain = shared_tasks(policies)
-    episodes = [episode for policy in policies.values() for run in policy for episode in run]
+    episodes = [episode for policy in policies.values() for of_seed in policy
+                for episode in of_seed]
     unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
@@ -187,24 +188,24 @@ def score(policies, draws=2000):
     if DOMAINS[domain].logged:
         limits["reward"] = None  # a log's reward may be any number
     task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, T)
-    values, run_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
+    values, seed_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
     facts = {}  # policy -> all that is said of it
     for name, policy in policies.items():
-        runs = [task_means(run, task_ids) for run in policy]
-        values[name] = {key: numpy.array([means[key] for means in runs]) for key in NUMBERS}
+        seeds = [task_means(of_seed, task_ids) for of_seed in policy]
+        values[name] = {key: numpy.array([means[key] for means in seeds]) for key in NUMBERS}
         # seeded by the name, so that an interval does not depend on the other policies
         generator = numpy.random.default_rng([0, *name.encode()])
-        run_draws[name] = draw_counts(generator, len(policy), draws)
+        seed_draws[name] = draw_counts(generator, len(policy), draws)
         facts[name] = facts_of(policy) | {"numbers": {
-            key: interval(table, run_draws[name], task_draws, limits[key])
+            key: interval(table, seed_draws[name], task_draws, limits[key])
             for key, table in values[name].items()}}
 
     def comparisons(wanted):
         """Compare each (policy, against, key); omit those that no task has the number for."""
         entries = []
         for name, against, key in wanted:
-            found = compare(values[name][key], values[against][key], run_draws[name],
-                            run_draws[against], task_draws, limits[key])
+            found = compare(values[name][key], values[against][key], seed_draws[name],
+                            seed_draws[against], task_draws, limits[key])
             if found:
                 entries.append({"policy": name, "against": against, "metric": key} | found)
         return entries

@@ -17,8 +17,8 @@ from formats.verdict import policy_table
 
 def draws(runs, tasks, count=2000):
     generator = numpy.random.default_rng(0)
-    run_draws = evaluate.draw_counts(generator, runs, count)
-    return run_draws, evaluate.draw_counts(generator, tasks, count)
+    seed_draws = evaluate.draw_counts(generator, runs, count)
+    return seed_draws, evaluate.draw_counts(generator, tasks, count)
 
 
 def episode(task, sample=0, reward=1.0, **more):
@@ -48,10 +48,10 @@ def numbers_of(folder, *flags, rows):
 
 def test_interval_covers_the_true_mean_about_95_times_in_100():
     generator, covered = numpy.random.default_rng(1), 0
-    run_draws, task_draws = draws(1, 100, count=1000)
+    seed_draws, task_draws = draws(1, 100, count=1000)
     for _ in range(300):
         values = (generator.random((1, 100)) < 0.4).astype(float)
-        number = evaluate.interval(values, run_draws, task_draws)
+        number = evaluate.interval(values, seed_draws, task_draws)
         if number["low"] <= 0.4 <= number["high"]:
             covered += 1
     assert 0.91 <= covered / 300 <= 0.985
@@ -59,18 +59,18 @@ def test_interval_covers_the_true_mean_about_95_times_in_100():
 
 def test_interval_equals_a_slow_bootstrap_with_missing_values():
     values = numpy.array([[1.0, 0.0, math.nan, 0.5], [0.0, math.nan, 1.0, 1.0]])
-    run_draws, task_draws = draws(2, 4)
+    seed_draws, task_draws = draws(2, 4)
     means = []
-    for run_counts, task_counts in zip(run_draws, task_draws, strict=True):
+    for seed_counts, task_counts in zip(seed_draws, task_draws, strict=True):
         total, weights = 0.0, 0.0
         for r, t in itertools.product(range(2), range(4)):
             if not math.isnan(values[r, t]):
-                weight = run_counts[r] * task_counts[t]
+                weight = seed_counts[r] * task_counts[t]
                 total += values[r, t] * weight
                 weights += weight
         if weights:
             means.append(total / weights)
-    number = evaluate.interval(values, run_draws, task_draws)
+    number = evaluate.interval(values, seed_draws, task_draws)
     assert number["value"] == pytest.approx(3.5 / 6)
     found = [number["low"], number["high"]]
     assert found == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
