@@ -194,14 +194,15 @@ def dialogue_row(tokenizer, episode, max_length):
 
 
 def dialogue_pairs(episodes, rows, rule, margin):
-    """Task id -> its pairs of rows. `rows` has the row of each episode, None if it is too long."""
+    """Task id -> its pairs of rows. An episode whose row is None, which is too long, is in none."""
     row_of = {(episode["task"]["task_id"], episode["sample"]): row
               for episode, row in zip(episodes, rows, strict=True)}
-    pairs_of = {}
-    for task_id, group in group_by_task(episodes).items():
-        pairs = [(row_of[task_id, chosen["sample"]], row_of[task_id, rejected["sample"]])
-                 for chosen, rejected in pair_episodes(group, rule, margin)]
-        pairs_of[task_id] = [pair for pair in pairs if None not in pair]
+    pairs_of = {episode["task"]["task_id"]: [] for episode in episodes}
+    fitting = [episode for episode, row in zip(episodes, rows, strict=True) if row]
+    for task_id, group in group_by_task(fitting).items():
+        pairs_of[task_id] = [
+            (row_of[task_id, chosen["sample"]], row_of[task_id, rejected["sample"]])
+            for chosen, rejected in pair_episodes(group, rule, margin)]
     return pairs_of
 
 

@@ -195,6 +195,13 @@ def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
     assert found["loss"].item() == pytest.approx(math.log1p(math.exp(-expected)), rel=1e-4)
 
 
+def test_a_success_that_is_too_long_leaves_the_others_to_be_paired():
+    group = [episode("t", 1.0), episode("t", 1.0, 1), episode("t", 0.0, 2)]
+    rows = [None, row_of(group[1]), row_of(group[2])]
+    assert dialogue_pairs(group, rows, "best_vs_rest", 0.0) == {"t": [(rows[1], rows[2])]}
+    assert dialogue_pairs(group, [None] * 3, "best_vs_rest", 0.0) == {"t": []}
+
+
 def test_a_chosen_turn_without_a_token_to_learn_leaves_the_loss_finite():
     empty = Row([1, 2, 3], [-1, -1, -1], torch.zeros(0))
     other = Row([1, 2, 3], [-1, 0, 0], torch.tensor([-3.0]))
