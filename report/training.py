@@ -7,7 +7,7 @@ from pathlib import Path
 from formats.read import group_by_task, load_episodes
 from report.charts import training_curves
 from runtime.files import ResumableJsonl
-from runtime.record import file_hash, read_run
+from runtime.record import file_hash, path_from, read_run
 from train_critic import split_tasks
 
 
@@ -48,11 +48,13 @@ def record_of(path):
 def held_out_tasks(critic):
     """The ids of the tasks in a critic's episodes that it was not trained on."""
     run = read_run(Path(critic, "run.json"))
-    flags = run["flags"]
-    for path in flags["episodes"]:
-        if not Path(path).is_file() or file_hash(path) != run["inputs"].get(path):
+    flags, paths = run["flags"], []
+    for name in flags["episodes"]:
+        path = path_from(run, name)
+        if not Path(path).is_file() or file_hash(path) != run["inputs"].get(name):
             return set()  # moved or changed since
-    tasks = group_by_task(load_episodes(flags["episodes"])[0])
+        paths.append(path)
+    tasks = group_by_task(load_episodes(paths)[0])
     return set(split_tasks(tasks, flags["holdout"], flags["seed"])[1])
 
 

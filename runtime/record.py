@@ -212,6 +212,13 @@ def read_run(path):
                      " write; choose another directory, or remove the file")
 
 
+def path_from(run, name):
+    """A path as a run's flags name it: from where the run was started, if it is there, or as it is.
+    """
+    there = Path(run.get("directory", ""), name)
+    return str(there) if there.exists() else name
+
+
 def read_flags(path, needed):
     """The flags that a checkpoint was trained with; stops if they lack one of those `needed`."""
     record = Path(path, "run.json")
@@ -225,11 +232,11 @@ def read_flags(path, needed):
     if missing:
         raise SystemExit(f"{path}: found what {run.get('script')} has trained, expected a"
                          f" checkpoint whose run.json has the flags {', '.join(needed)}")
-    there = Path(run.get("directory", ""), flags["model"])  # as named where the training ran
-    model = str(there) if there.is_dir() else flags["model"]
+    model = path_from(run, flags["model"])
     check_checkpoint(model)
     before = run["inputs"].get(str(Path(flags["model"], "run.json")))
-    now = next(map(file_hash, records(model)), None)  # None: these scripts did not train it
+    trained = Path(model, "run.json")  # a model that these scripts did not train has none
+    now = file_hash(trained) if trained.is_file() else None
     if now != before:
         raise SystemExit(f"{path}: found that {model}/run.json has changed, or is gone, since this"
                          " checkpoint was trained, expected the model that it started from; train"

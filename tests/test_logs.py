@@ -71,7 +71,10 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
     assert all(part in (tmp_path / "report.html").read_text() for part in (
         "held-out pairs of dialogues", "Which turns helped", "Known afterwards"))
     monkeypatch.chdir(tmp_path)
-    assert len(held_out_tasks("critic")) == 1  # a twentieth of ten tasks, rounded up
+    held_out = held_out_tasks("critic")
+    assert len(held_out) == 1  # a twentieth of ten tasks, rounded up
+    monkeypatch.chdir(ROOT)
+    assert held_out_tasks(tmp_path / "critic") == held_out  # from any directory
     pairs = read_rows(tmp_path / "pairs.jsonl")
     assert all(chosen > rejected for chosen, rejected in (pair["advantages"] for pair in pairs))
     assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
