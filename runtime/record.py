@@ -98,7 +98,8 @@ def code_of_scripts():
         ours = path == script or path.parent in (root, root / "variants")
         if not ours or not path.is_file() or name in hashes:
             continue
-        lines = [line for line in path.read_text().splitlines()
+        text = path.read_text(encoding="utf-8", errors="replace")  # the script may be an archive
+        lines = [line for line in text.splitlines()
                  if line.strip() and not line.lstrip().startswith("#")]
         hashes[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         imported = re.findall(r"^(?:from|import) ([\w.]+)", "\n".join(lines), re.MULTILINE)
