@@ -1,4 +1,4 @@
-"""The policies that evaluate.py and the report compare: each NAME=FILE holds a run's episodes."""
+"""The policies that evaluate.py and the report compare: each NAME=FILE is one seed."""
 
 from collections import Counter
 from pathlib import Path
@@ -19,7 +19,7 @@ def named_files(specs):
 
 
 def read_policies(specs):
-    """Policy name -> runs, each the episodes of one file; a NAME= given again is another seed."""
+    """Policy name -> its seeds, each the episodes of one file; a NAME= given again is another."""
     policies, tasks, files = {}, {}, set()
     for name, path in named_files(specs):
         if (name, Path(path).resolve()) in files:
@@ -31,23 +31,24 @@ def read_policies(specs):
 
 
 def shared_tasks(policies):
-    """(task ids in order of appearance, their domain). All runs must have played the same tasks."""
-    runs = [(name, run) for name, policy in policies.items() for run in policy]
-    tasks = {episode["task"]["task_id"]: episode["task"] for _, run in runs for episode in run}
-    for name, run in runs:
-        played = {episode["task"]["task_id"] for episode in run}
+    """(task ids in order of appearance, their domain). Every seed must have the same tasks."""
+    seeds = [(name, of_seed) for name, policy in policies.items() for of_seed in policy]
+    tasks = {episode["task"]["task_id"]: episode["task"]
+             for _, of_seed in seeds for episode in of_seed}
+    for name, of_seed in seeds:
+        played = {episode["task"]["task_id"] for episode in of_seed}
         missing = [task_id for task_id in tasks if task_id not in played]
         if missing:
-            raise SystemExit(f"found no episode of {len(missing)} of {len(tasks)} tasks in a run of"
-                             f" {name!r} (such as {', '.join(missing[:5])}), expected all runs on"
-                             " the same tasks; play these or omit the file")
+            raise SystemExit(f"found no episode of {len(missing)} of {len(tasks)} tasks in a file"
+                             f" of {name!r} (such as {', '.join(missing[:5])}), expected the same"
+                             " tasks in all files; play these or omit the file")
     one_domain(tasks.values())
     return list(tasks), next(iter(tasks.values()))["domain"]
 
 
 def facts_of(policy):
-    """Who played the runs of a policy, and what went wrong."""
-    episodes = [episode for run in policy for episode in run]
+    """Who played the episodes of a policy, and what went wrong."""
+    episodes = [episode for of_seed in policy for episode in of_seed]
     return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,

@@ -39,8 +39,8 @@ def overview(results, policies, files, training):
 
     results: None where only training is shown; files: (policy, path) pairs.
     """
-    episodes = {name: [episode for run in runs for episode in run]
-                for name, runs in policies.items()}
+    episodes = {name: [episode for of_seed in policy for episode in of_seed]
+                for name, policy in policies.items()}
     starts = {run.flags.get("model") for run in training}
     described = []
     for name, found in episodes.items():
@@ -103,8 +103,8 @@ def annotate(policies, critic, held_out):
 
     held_out: ids of tasks that the critic was not trained on.
     """
-    episodes = [episode for runs in policies.values() for run in runs for episode in run
-                if not episode["error"]]
+    episodes = [episode for policy in policies.values() for of_seed in policy
+                for episode in of_seed if not episode["error"]]
     for episode in episodes:  # a foreign file may have anything under these names
         for key in ("advantages", "credits"):
             given = episode.get(key)
@@ -220,9 +220,9 @@ def task_records(policies):
     def index_of(picture):
         return pictures.setdefault(picture, len(pictures)) if picture else None
 
-    for name, runs in policies.items():
-        for seed_index, run in enumerate(runs):
-            for episode in run:
+    for name, policy in policies.items():
+        for seed_index, of_seed in enumerate(policy):
+            for episode in of_seed:
                 task_id = episode["task"]["task_id"]
                 task = tasks.setdefault(task_id, {
                     "id": task_id, "request": episode["task"]["problem_description"],

@@ -292,7 +292,7 @@ def test_a_file_without_a_name_is_refused(spec):
 
 
 def test_other_tasks_are_refused_and_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"2 of 3 tasks in a run of 'b' \(such as t1, t2\)"):
+    with pytest.raises(SystemExit, match=r"2 of 3 tasks in a file of 'b' \(such as t1, t2\)"):
         evaluated(tmp_path, a=[episode(task) for task in range(3)], b=[episode(0)])
 
 
