@@ -321,10 +321,10 @@ def split_pairs(episodes, rows, args, run):
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out; expected at"
-                         " least one; collect more episodes of each task, or let more of them be"
-                         " pairs (--pairs all, a smaller --margin or --holdout, more than"
-                         f" --max_length {args.max_length}). A model that never succeeds learns"
-                         " from demonstrations first (variants/sft.py)")
+                         " least one; collect more episodes of each task, or allow more pairs"
+                         " (--pairs all, a smaller --margin or --holdout, more than"
+                         f" --max_length {args.max_length}). Train a model that never succeeds on"
+                         " demonstrations first (variants/sft.py)")
     return groups, held_out
 
 

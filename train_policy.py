@@ -299,6 +299,10 @@ def read_candidate_pairs(tokenizer, args, run):
     run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by {rankers}:"
             f" {sum(map(len, groups))} pairs; {too_long} more do not fit in --max_length"
             f" {args.max_length}")
+    if not groups:
+        raise SystemExit(f"{args.candidates}: found no pair of a better and a worse candidate of"
+                         " one state, expected at least one; sample more candidates, or give more"
+                         f" than --max_length {args.max_length}")
     return groups, custom_prompt(states, run.say)
 
 
@@ -314,6 +318,11 @@ def read_episode_pairs(tokenizer, args, run):
             f" {sum(map(len, groups))} pairs; with --max_length {args.max_length}, {shorter}"
             f" episodes lose their oldest turns, and {rows.count(None)} are omitted, since their"
             " last turn does not fit")
+    if not any(groups):
+        raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
+                         " of one task, expected at least one; collect more episodes of each task,"
+                         " or allow more pairs (--pairs all, a smaller --margin, more than"
+                         f" --max_length {args.max_length})")
     return groups, custom_prompt(episodes, run.say)
 
 
@@ -332,12 +341,6 @@ def main(args):
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
-    if not rows:
-        expected = "candidates of one state with different advantages"
-        if args.episodes:
-            expected = f"episodes of one task that --pairs {args.pairs} can pair"
-        raise SystemExit(f"{' '.join(inputs)}: found no pair, expected {expected}, that fit in"
-                         f" --max_length {args.max_length}; raise it or collect more samples")
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the policy, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in

@@ -365,6 +365,10 @@ def test_nothing_to_learn_from_is_a_sentence(tiny, tmp_path):
                       "--model", tiny(), *flags(tmp_path / "out"), check=False)
     assert done.returncode == 1 and "found no pair" in done.stderr
     assert "Traceback" not in done.stderr and "computing on" not in done.stderr
+    write_jsonl(tmp_path / "episodes.jsonl", [episode("t", 1.0), episode("t", 1.0, 1)])
+    done = run_script("train_policy.py", "--episodes", tmp_path / "episodes.jsonl",
+                      "--model", tiny(), *flags(tmp_path / "other"), check=False)
+    assert done.returncode == 1 and "found no pair" in done.stderr and "--pairs" in done.stderr
 
 
 def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
