@@ -29,7 +29,7 @@ OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str,
 
 
 def import_command(args):
-    """Writes --output whole or not at all."""
+    """Write --output, whole or not at all, and print what is in it."""
     prompt = read_prompt(args.agent_prompt)
     _, first = next(read_jsonl(args.file), (None, None))
     if first is None:
@@ -45,7 +45,8 @@ def import_command(args):
     by_task = group_by_task(episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}
                for group in by_task.values()]  # of each task
-    unequal, found = sum(len(of_task) > 1 for of_task in rewards), set().union(*rewards)
+    unequal = sum(len(of_task) > 1 for of_task in rewards)
+    found = set().union(*rewards)
     print(f"{output}: {counted(len(episodes), 'episode')} of {counted(len(by_task), 'task')},"
           f" {unequal} of them with different rewards; rewards from {min(found, default=0):g} to"
           f" {max(found, default=0):g}, taken as they are")

@@ -297,10 +297,7 @@ def landlock_rules(libc: ctypes.CDLL, folder: str) -> int:
 
 
 def run_job(descriptor: int) -> None:
-    """A child's work: run the tests of the job that the parent sends, write a line for each, end.
-
-    A line says what came out of the test.
-    """
+    """Run the tests of the job that the parent sends, write a line on each, and end the process."""
     with open(descriptor, "rb", buffering=0, closefd=False) as channel:
         job = json.loads(channel.read())
     official = job["profile"] == "official"

@@ -277,7 +277,7 @@ def joined_cache(caches, counts):
     if any(counts):
         kept = [cache for cache in caches if cache is not None]
         for layer in range(len(kept[0].layers)):
-            # any other's, of which no token is taken, stands for one that is missing
+            # a missing cache, of which no token is taken, is replaced by any other
             states = [(cache or kept[0]).layers[layer] for cache in caches]
             keys, values = zip(*states, strict=True)
             joined.update(left_padded(keys, counts), left_padded(values, counts), layer)
