@@ -137,7 +137,7 @@ def prompt_of_episode(episode):
     return agent_prompt_of(episode["task"], episode.get("agent_prompt"), max_turns)
 
 
-def custom_prompt(records, say=print):
+def custom_prompt(records, say):
     """The agent's instructions, if all records share them and they are not the domain's own.
 
     A policy that was trained with such instructions needs them when it plays. The domain's own are

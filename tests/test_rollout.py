@@ -58,7 +58,7 @@ def test_the_agent_reads_how_many_turns_it_has_and_its_checkpoint_keeps_the_plac
     found = collect.play(TASKS[0], 0, agent, human, HeldJudge(), rules)
     assert {request.messages[0]["content"] for request in agent.asked} == {"Send 3."}
     assert prompt_of_episode(found) == "Send 3."
-    assert custom_prompt([found]) == "Send {max_turns}."
+    assert custom_prompt([found], print) == "Send {max_turns}."
 
 
 # -----------------------------------------------------------------------------
