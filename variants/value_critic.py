@@ -331,7 +331,7 @@ def parse_args(argv=None):
                         help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
                         " its pairs side by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
-                        help="share of tasks to report on and not to train on")
+                        help="share of tasks that are held out for evaluation")
     parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
     parser.add_argument("--epochs", type=int, least=1, default=4, help="passes over the pairs")
     parser.add_argument("--batch_size", type=int, least=1, default=8,
