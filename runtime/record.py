@@ -170,7 +170,8 @@ def changes_since(before, flags, hashes, may_differ):
             grown = True
         elif new != old and not moved:
             changed.append(name if name in before["flags"] else f"{name} (a new flag)")
-    changed += [name for name in hashes if hashes[name] != before["inputs"].get(name)]
+    names = hashes | before["inputs"]  # the run.json of a model may have come or gone
+    changed += [name for name in names if hashes.get(name) != before["inputs"].get(name)]
     return changed, grown
 
 

@@ -528,6 +528,9 @@ def test_a_retrained_model_is_another_input(tmp_path):
     claim(0)
     with pytest.raises(SystemExit, match="differs in .*critic/run.json"):
         claim(1)
+    (critic / "run.json").unlink()  # another model stands where the critic was
+    with pytest.raises(SystemExit, match="differs in .*critic/run.json"):
+        claim_output(tmp_path / "policy/run.json", vars(args), records(args.model), PROCESS, ())
 
 
 def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sampled(tmp_path):
