@@ -297,19 +297,6 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     return batches
 
 
-def read_rows(tokenizer, args, run):
-    """(episodes, the row of each; None if it is too long)."""
-    episodes, failed = load_episodes(args.episodes)
-    rows = [dialogue_row(tokenizer, episode, args.max_length, args.privileged)
-            for episode in episodes]
-    shorter = sum(row.turns < episode["turns"]
-                  for episode, row in zip(episodes, rows, strict=True) if row)
-    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
-            f" ones omitted); with --max_length {args.max_length}, {shorter} lose their oldest"
-            f" turns, and {rows.count(None)} are omitted, since their last turn does not fit")
-    return episodes, rows
-
-
 def split_pairs(episodes, rows, args, run):
     """(pairs of rows to train on, one list per task; the pairs held out)."""
     pairs_of = dialogue_pairs(episodes, rows, args.pairs, args.margin)
@@ -326,6 +313,19 @@ def split_pairs(episodes, rows, args, run):
                          f" --max_length {args.max_length}). Train a model that never succeeds on"
                          " demonstrations first (variants/sft.py)")
     return groups, held_out
+
+
+def read_pairs(tokenizer, args, run):
+    """Read the episodes, encode each as a row, and pair the rows as `split_pairs` does."""
+    episodes, failed = load_episodes(args.episodes)
+    rows = [dialogue_row(tokenizer, episode, args.max_length, args.privileged)
+            for episode in episodes]
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(episodes, rows, strict=True) if row)
+    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
+            f" ones omitted); with --max_length {args.max_length}, {shorter} lose their oldest"
+            f" turns, and {rows.count(None)} are omitted, since their last turn does not fit")
+    return split_pairs(episodes, rows, args, run)
 
 
 RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
@@ -350,10 +350,9 @@ def train(args):
     # what this critic ranked after fewer steps, with the .rank* parts and the .run.json
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
-    # 1. rows, and pairs of them; some tasks are held out
+    # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
-    episodes, rows = read_rows(tokenizer, args, run)
-    groups, held_out = split_pairs(episodes, rows, args, run)
+    groups, held_out = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     run.refuse_other_data([row.ids for row in rows])
@@ -419,7 +418,7 @@ class Critic:
         flags = read_critic_flags(path)
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         # plain, as in the official ranking: the reference does not see the solution
-        self.reference_privileged = "none" if reference == "plain" else self.privileged
+        self.seen_by_reference = "none" if reference == "plain" else self.privileged
         self.normalise = flags["normalise"]
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
@@ -430,7 +429,7 @@ class Critic:
         texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
         encoded = [encode_candidates(self.tokenizer, critic_messages(task, messages, privileged),
                                      texts, finished, self.max_length)
-                   for privileged in (self.privileged, self.reference_privileged)]
+                   for privileged in (self.privileged, self.seen_by_reference)]
         if None in encoded:
             return None
         rows, reference_rows = [[Row(*row) for row in found] for found in encoded]
@@ -496,7 +495,7 @@ def parse_args(argv=None):
     parser.add_argument("--model", help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
-                        help="most tokens of a dialogue; a longer one loses its oldest turns, and"
+                        help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
     parser.add_argument("--privileged", choices=PRIVILEGED, default="ground_truth",
                         help="what the critic sees besides the dialogue")
@@ -509,7 +508,7 @@ def parse_args(argv=None):
                         " success_vs_failure: every success with every failure; all: every two of"
                         " different reward")
     parser.add_argument("--margin", type=float, least=0, default=0.0,
-                        help="least difference of reward in a pair; for pages, give 0.1")
+                        help="smallest difference in reward of a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
                         " its pairs side by side")

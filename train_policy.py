@@ -296,8 +296,8 @@ def read_candidate_pairs(tokenizer, args, run):
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
     rankers = ", ".join(sorted({state["ranker"] for state in states}))
-    run.say(f"{len(states)} states ({omitted} without advantages omitted), ranked by {rankers}:"
-            f" {sum(map(len, groups))} pairs; {too_long} more do not fit in --max_length"
+    run.say(f"{len(states)} states ({omitted} failed or unranked ones omitted), ranked by"
+            f" {rankers}: {sum(map(len, groups))} pairs; {too_long} more do not fit in --max_length"
             f" {args.max_length}")
     if not groups:
         raise SystemExit(f"{args.candidates}: found no pair of a better and a worse candidate of"
@@ -388,7 +388,7 @@ def parse_args(argv=None):
                         help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="checkpoint directory to write")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
-                        help="most tokens of a dialogue; a longer one loses its oldest turns, and"
+                        help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
     parser.add_argument("--pairing", choices=PAIRINGS, default="halves", needs="candidates",
                         help="which candidates are paired. halves: one of the better half and one"
@@ -400,7 +400,7 @@ def parse_args(argv=None):
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest", needs="episodes",
                         help="which episodes of a task are paired, as in train_critic.py")
     parser.add_argument("--margin", type=float, least=0, default=0.0, needs="episodes",
-                        help="least difference of reward in a pair of episodes; for pages, give"
+                        help="smallest difference in reward in a pair of episodes; for pages, give"
                         " 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or groups: the states (with"

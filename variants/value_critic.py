@@ -326,7 +326,7 @@ def parse_args(argv=None):
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired, as in train_critic.py")
     parser.add_argument("--margin", type=float, least=0, default=0.0,
-                        help="least difference of reward in a pair; for pages, give 0.1")
+                        help="smallest difference in reward of a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
                         help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
                         " its pairs side by side")
