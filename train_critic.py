@@ -306,8 +306,10 @@ def split_pairs(episodes, rows, args, run):
     run.say(f"{sum(map(len, groups))} pairs from {sum(map(bool, groups))} tasks, and"
             f" {len(held_out)} pairs of {len(held_out_tasks)} tasks held out")
     if not any(groups):
+        rewards = [episode["reward"] for episode in episodes]
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         f" of one task to train on, and {len(held_out)} held out; expected at"
+                         f" of one task to train on, and {len(held_out)} held out (rewards from"
+                         f" {min(rewards):g} to {max(rewards):g}); expected at"
                          " least one; collect more episodes of each task, or allow more pairs"
                          " (--pairs all, a smaller --margin or --holdout, more than"
                          f" --max_length {args.max_length}). Train a model that never succeeds on"

@@ -45,6 +45,8 @@ def check_tasks(path, tasks, profile, require_protection):
 
 def solution_advice(task, name, reason):
     """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
+    if reason == "the value equals nothing":
+        return " (not even itself, as a generator, or an object of a class without __eq__)"
     if re.match(r"\s*assert\b", task.get("test_cases", {}).get(name, "")):
         return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
                 " value with the solution's)")

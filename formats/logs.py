@@ -15,16 +15,18 @@ import contextlib
 import hashlib
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 from colbench import agent_prompt_of
 from formats.read import complete_episode, group_by_task, is_finite, read_episodes
-from runtime.files import read_jsonl, read_prompt, write_jsonl
+from runtime.files import read_jsonl, read_prompt, write_atomically
 from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
             ' "..."}], "reward": 1.0}')
 SHOWN = 20  # lines that do not fit
+KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str, "human": str}
 
 
@@ -35,13 +37,13 @@ def import_command(args):
     if first is None:
         raise SystemExit(f"{args.file}: found no line, expected one dialogue a line, such as"
                          f" {SMALLEST}")
-    output = Path(args.output)
-    if output.exists() and output.samefile(args.file):
-        raise SystemExit(f"{output}: found the same file as input and --output, expected another"
-                         " name; the log would be replaced")
     is_log = "messages" in first or "dialogue_history" not in first
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
-    write_jsonl(output, episodes)
+    output, text = Path(args.output), "".join(json.dumps(episode) + "\n" for episode in episodes)
+    if output.exists() and (output.is_dir() or output.read_bytes() != text.encode()):
+        raise SystemExit(f"{output}: found something else than what this command writes, expected"
+                         " a new name; choose another --output, or remove what is there")
+    write_atomically(output, text)
     by_task = group_by_task(episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}
                for group in by_task.values()]  # of each task
@@ -53,6 +55,10 @@ def import_command(args):
     distinct = {(episode["task"]["task_id"], episode["reward"],
                  *(message["content"] for message in episode["dialogue_history"]))
                 for episode in episodes}
+    unknown = sum(not episode["task"]["ground_truth"] for episode in episodes)
+    if unknown:
+        print(f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
+              " all of them, or --privileged none.")
     repeated = len(episodes) - len(distinct)
     if repeated:
         print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
@@ -73,6 +79,7 @@ def official_episodes(path, prompt):
 def log_episodes(path, prompt):
     """An episode for each line of a log. After lines that do not fit, it stops and names them."""
     episodes, samples, faults = [], {}, []  # samples: task -> the numbers of its dialogues
+    ignored, roles = set(), Counter()
     for where, row in read_jsonl(path):
         wrong = faults_of(row)
         if wrong:
@@ -81,6 +88,8 @@ def log_episodes(path, prompt):
             continue
         messages = [{"role": message["role"], "content": text_of(message)}
                     for message in row["messages"]]
+        ignored |= row.keys() - {"messages", "reward", *OPTIONS}
+        roles.update(message["role"] for message in messages)
         system = prompt
         if messages[0]["role"] in ("system", "developer"):  # two names for instructions
             system = messages.pop(0)["content"]
@@ -105,6 +114,12 @@ def log_episodes(path, prompt):
     if faults:
         more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
+    if ignored:
+        print(f"Keys that are ignored: {harmless(', '.join(sorted(ignored)))}")
+    others = sorted(roles.keys() - KNOWN_ROLES)
+    if others:
+        listed = ", ".join(f"{harmless(role)} ({roles[role]})" for role in others)
+        print(f"Unusual roles, whose messages are no turns of the agent: {listed}")
     return episodes
 
 
@@ -133,7 +148,8 @@ def faults_of(row):
     faults = []
     reward = row.get("reward")
     if type(reward) not in (int, float) or not is_finite(reward):
-        faults.append(f"reward {reward!r}, which is no finite number")
+        faults.append(f"reward {reward!r}, which is no finite number" if "reward" in row
+                      else "no reward")
     for key, kind in OPTIONS.items():
         if row.get(key) is not None and not isinstance(row[key], kind):
             faults.append(f"{key} of type {type(row[key]).__name__}")
@@ -149,7 +165,8 @@ def faults_of(row):
                           " no text, or whose tool_calls lack a function with name and arguments")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     if "assistant" not in roles:
-        faults.append("no assistant message, which would be a turn")
+        listed = harmless(", ".join(sorted({str(role) for role in roles})))
+        faults.append(f"no assistant message, which would be a turn, but the roles {listed}")
     elif "user" not in roles[:roles.index("assistant")]:
         faults.append("an assistant message before the first user message (move a greeting into the"
                       " system message)")

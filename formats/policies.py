@@ -35,13 +35,14 @@ def shared_tasks(policies):
     seeds = [(name, of_seed) for name, policy in policies.items() for of_seed in policy]
     tasks = {episode["task"]["task_id"]: episode["task"]
              for _, of_seed in seeds for episode in of_seed}
-    for name, of_seed in seeds:
-        played = {episode["task"]["task_id"] for episode in of_seed}
-        missing = [task_id for task_id in tasks if task_id not in played]
-        if missing:
-            raise SystemExit(f"found no episode of {len(missing)} of {len(tasks)} tasks in a file"
-                             f" of {name!r} (such as {', '.join(missing[:5])}), expected the same"
-                             " tasks in all files; play these or omit the file")
+    played = [{episode["task"]["task_id"] for episode in of_seed} for _, of_seed in seeds]
+    if any(found != tasks.keys() for found in played):
+        counts = ", ".join(f"{name} {len(found)}"
+                           for (name, _), found in zip(seeds, played, strict=True))
+        missing = [task_id for task_id in tasks if not all(task_id in found for found in played)]
+        raise SystemExit(f"found files with different tasks, of {len(tasks)} in all: {counts}"
+                         f" (not in every file: {', '.join(missing[:5])}), expected the same tasks"
+                         " in all files; play what is missing, or omit a file")
     one_domain(tasks.values())
     return list(tasks), next(iter(tasks.values()))["domain"]
 

@@ -246,6 +246,9 @@ KINDS = {  # of files -> (a key that no other has, where they come from)
 
 def refuse_other_kind(row, wanted, where):
     """Refuse a row of another kind of file; ranked candidates may be ranked again."""
+    if {"messages", "reward"} <= row.keys():
+        raise SystemExit(f"{where}: found a log of dialogues, expected {wanted}; `colbench.py"
+                         " import` turns it into episodes")
     found = [kind for kind, (key, _) in KINDS.items() if key in row]
     if found and wanted not in found:
         raise SystemExit(f"{where}: found {found[0]}, expected {wanted}; {KINDS[wanted][1]}")

@@ -28,14 +28,21 @@ def who_won(results):
     else:
         sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
                      f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
+    level = [lead["against"] for lead in others if abs(lead["difference"]["value"]) < 5e-4]
     clauses = []
     for lead in others:
+        if lead["against"] in level:
+            continue
         clause = f"{lead['against']} by {with_interval(lead['difference'], 100, ' points')}"
         if not is_ahead(lead):
             clause += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
         clauses.append(clause)
     if clauses:
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
+    if level:
+        sentences.append(f"{best} is level with {' and '.join(level)}.")
+    if not all(map(is_ahead, results["leads"])):
+        sentences.append("Settled: the interval excludes 0, and the sign test's p is below 0.05.")
     return sentences
 
 

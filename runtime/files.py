@@ -25,9 +25,12 @@ def read_jsonl(path):
                 row = json.loads(line)
                 if b"\\u" in line or b"\xed" in line:  # half a surrogate pair breaks tokenizers
                     json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeDecodeError as error:
+                raise SystemExit(f"{where}: found text that is not UTF-8 ({error}), expected UTF-8"
+                                 ) from None
             except (ValueError, RecursionError) as error:
-                raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON"
-                                 " object") from None
+                raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON object"
+                                 f" on one line; jq -c . {path} writes objects so") from None
             if not isinstance(row, dict):
                 raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
             yield where, row

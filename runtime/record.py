@@ -48,16 +48,19 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path}: found the output of {before.get('script')}, expected that of"
                              f" the same command, or none; choose another {flag}")
         if changed:
+            words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"]
+                     else name for name in changed]
             raise SystemExit(f"{path}: found the output of another run, which differs in"
-                             f" {', '.join(changed)}; expected the same command, to resume it;"
-                             f" choose another {flag} or remove this one")
+                             f" {', '.join(words)}; expected the same command, to resume it"
+                             f" ({', '.join(COUNTS)} may grow); choose another {flag} or remove"
+                             f" {output_of(path)}")
         edited = [name for name, code in code_of_scripts().items()
                   if before.get("code", {}).get(name, code) != code]
         if edited:
             raise SystemExit(f"{path}: found an output that other code has made, since"
                              f" {', '.join(edited)} was edited; expected the same code, to resume"
-                             f" it; choose another {flag} or remove this one (or, if the edit"
-                             f' changes no result, remove "code" from {path.name})')
+                             f" it; choose another {flag} or remove {output_of(path)} (or, if the"
+                             f' edit changes no result, remove "code" from {path.name})')
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
@@ -69,6 +72,13 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
                "versions": {"python": platform.python_version()} | versions,
                "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+def output_of(record):
+    """What a record stands for, in the words of a message."""
+    if record.name == "run.json":
+        return f"the directory {record.parent}"
+    return f"{record.with_name(record.name.removesuffix('.run.json'))}*"
 
 
 def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=lambda row: True,

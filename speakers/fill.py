@@ -86,7 +86,10 @@ class Progress:
 
     def _draw(self, rows):
         turns = [counted(self.turns, "turn")] if self.turns else []
-        self.bar.set_postfix_str(", ".join([str(self.outcome), *turns]), refresh=False)
+        shown = ", ".join([str(self.outcome), *turns])
+        if self.step > 1:
+            shown = f"of the first process: {shown}"
+        self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(rows)
 
 
@@ -99,7 +102,8 @@ def show_bug():
 def print_summary(rows, args):
     """Print what a finished run has made, and the first failure; stop if all have failed."""
     what = counted(len(rows), "state" if args.states else "episode")
-    print(f"{args.output}: {what}, {Outcome(rows)}")
+    tasks = counted(len(group_by_task(rows)), "task")
+    print(f"{args.output}: {what} of {tasks}, {Outcome(rows)}")
     if not args.states:
         for hint in hints(rows):
             print(hint)
@@ -125,7 +129,7 @@ def hints(episodes):
     silent = sum(map(lacks_answer, talks))
     if silent > len(talks) / 2:
         yield (f"{silent} of {len(talks)} dialogues ended without an answer; `python colbench.py"
-               f" show` prints some. Name '{ANSWER_MARKER}' in the agent's prompt, raise"
+               f" show` prints them. Name '{ANSWER_MARKER}' in the agent's prompt, raise"
                " --max_turns or --max_new_tokens, or start from a model that was trained on"
                " demonstrations (variants/sft.py).")
     differ = any(len({episode["reward"] for episode in group}) > 1 for group in by_task.values())

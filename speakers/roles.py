@@ -54,6 +54,8 @@ def complete_flags(args, tasks, process):
     check_spec(args.agent)
     check_spec(args.human or "scripted")
     domain = one_domain(tasks)
+    if len(tasks) < (args.num_tasks or 0) and process.leads:
+        print(f"{args.tasks}: {len(tasks)} tasks, fewer than --num_tasks {args.num_tasks}")
     args.num_tasks = len(tasks)  # recorded, so that a rerun cannot shrink the output
     trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
     if args.agent_prompt is None and trained_with.is_file():

@@ -508,7 +508,7 @@ def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
     claim()  # the first command has made nothing yet, so it claims nothing
     (tmp_path / "o/metrics.jsonl").touch()
     claim("--micro_batch_size", "2", "--checkpointing_every", "1")
-    with pytest.raises(SystemExit, match="differs in batch_size; expected the same command"):
+    with pytest.raises(SystemExit, match=r"in batch_size \(it was 8\); expected the same command"):
         claim("--batch_size", "2")
 
 

@@ -10,10 +10,11 @@ import sys
 import pytest
 from commands import record
 from conftest import (
-    ROOT, byte_tokenizer, dialogue, ranked_state, read_rows, run_module, run_script, write_rows)
+    ROOT, byte_tokenizer, dialogue, episode, ranked_state, read_rows, run_module, run_script,
+    write_rows)
 
 from colbench import agent_view, encode_dialogue
-from formats.read import read_episodes
+from formats.read import read_candidates, read_episodes, read_tasks
 from report.training import held_out_tasks
 
 PAGE = (ROOT / "docs/logs.md").read_text()
@@ -149,12 +150,43 @@ def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
         path, check=False).stderr
 
 
-def test_a_log_is_not_replaced_by_its_episodes(tmp_path):
+@pytest.mark.parametrize("kind", ["the log", "other episodes", "a directory", "its own output"])
+def test_import_replaces_nothing_but_what_it_writes_itself(tmp_path, kind):
+    path, output = write_rows(tmp_path / "log", [log_line()]), tmp_path / "there"
+    if kind == "the log":
+        output = path
+    elif kind == "other episodes":
+        write_rows(output, [episode("t", 1.0)])
+    elif kind == "a directory":
+        output.mkdir()
+    else:
+        run_script("colbench.py", "import", path, "--output", output)
+    before = output.is_file() and output.read_text()
+    done = run_script("colbench.py", "import", path, "--output", output, check=False)
+    own = kind == "its own output"
+    assert done.returncode == (not own)
+    assert own or f"{output}: found something else than what this command writes" in done.stderr
+    assert (output.is_file() and output.read_text()) == before
+
+
+def test_what_import_does_not_use_is_told(tmp_path):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
+                {"role": "asistant", "content": "b"}]
+    path = write_rows(tmp_path / "log", [log_line(messages=messages, groundtruth="x"),
+                                         log_line(ground_truth="known")])
+    printed = import_logs(path).stdout
+    assert "Keys that are ignored: groundtruth" in printed
+    assert "no turns of the agent: asistant (1)" in printed
+    assert "Dialogues without ground_truth: 1 of 2" in printed
+    path = write_rows(tmp_path / "sound", [log_line(ground_truth="known")])
+    assert not re.search("ignored|roles|without ground_truth", import_logs(path).stdout)
+
+
+def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
     path = write_rows(tmp_path / "log", [log_line()])
-    before = path.read_text()
-    done = run_script("colbench.py", "import", path, "--output", path, check=False)
-    assert "found the same file as input and --output" in done.stderr
-    assert path.read_text() == before
+    for read in (read_episodes, read_tasks, read_candidates):
+        with pytest.raises(SystemExit, match="line 1: found a log of dialogues, .* import"):
+            read(path)
 
 
 def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
@@ -166,10 +198,10 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
     (log_line(reward=float("nan")), "reward nan"),
     (log_line(reward="good"), "reward 'good'"),
     (log_line(reward=10**400), "which is no finite number"),
-    ({"messages": log_line()["messages"]}, "reward None"),
+    ({"messages": log_line()["messages"]}, "no reward"),
     ({"reward": 1, "text": "hi"}, "the keys reward, text"),
     (log_line(messages=[]), "no list of messages"),
-    (log_line(messages=[{"role": "user", "content": "hi"}]), "no assistant message"),
+    (log_line(messages=[{"role": "user", "content": "hi"}]), "a turn, but the roles user"),
     (log_line(messages=log_line()["messages"][::-1]), "before the first user message"),
     (log_line(messages=[{"role": "user", "content": None}]), "messages[0] of role user whose"),
     (log_line(messages=[{"role": "user", "content": "hi"}, {

@@ -132,7 +132,7 @@ def test_the_policy_learns_from_the_ranks_of_a_value_critic(episodes, tmp_path):
 def test_a_value_head_refuses_rewards_that_it_cannot_predict(tmp_path):
     write_rows(tmp_path / "log", [
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-         "task": "t", "reward": reward} for reward in (20, -5)])
+         "task": "t", "reward": reward, "ground_truth": "g"} for reward in (20, -5)])
     run_script("colbench.py", "import", tmp_path / "log", "--output", tmp_path / "e.jsonl")
     done = run_script("variants/value_critic.py", "--episodes", tmp_path / "e.jsonl", "--model",
                       "toy/base", "--pairs", "all", "--output", tmp_path / "value", check=False)
