@@ -5,8 +5,8 @@ import dataclasses
 
 import numpy
 import torch
+import torch.nn.functional as F
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 
 from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
 from runtime.models import default_device, load_model, load_tokenizer
@@ -289,5 +289,6 @@ def joined_cache(caches, counts):
 
 def left_padded(states, counts):
     """The first counts[r] positions of states[r] (H, T, D), padded on the left: (R, H, P, D)."""
-    rows = [state[:, :count].transpose(0, 1) for state, count in zip(states, counts, strict=True)]
-    return pad_sequence(rows, batch_first=True, padding_side="left").transpose(1, 2)
+    length = max(counts)
+    return torch.stack([F.pad(state[:, :count], (0, 0, length - count, 0))
+                        for state, count in zip(states, counts, strict=True)])
