@@ -201,6 +201,14 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     return Row(ids, turn_index)
 
 
+def what_fits(episodes, rows, max_length):
+    """A clause on the dialogues that are longer than `max_length`; too long, a row is None."""
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(episodes, rows, strict=True) if row)
+    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
+            f" {rows.count(None)} are omitted, since their last turn does not fit")
+
+
 def dialogue_pairs(episodes, rows, rule, margin):
     """Task id -> its pairs of rows. An episode whose row is None, which is too long, is in none."""
     row_of = {(episode["task"]["task_id"], episode["sample"]): row
@@ -309,11 +317,11 @@ def split_pairs(episodes, rows, args, run):
         rewards = [episode["reward"] for episode in episodes]
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out (rewards from"
-                         f" {min(rewards):g} to {max(rewards):g}); expected at"
-                         " least one; collect more episodes of each task, or allow more pairs"
-                         " (--pairs all, a smaller --margin or --holdout, more than"
-                         f" --max_length {args.max_length}). Train a model that never succeeds on"
-                         " demonstrations first (variants/sft.py)")
+                         f" {min(rewards):g} to {max(rewards):g}); expected at least one; collect"
+                         " more episodes of each task, or allow more pairs (--pairs all, a smaller"
+                         f" --margin or --holdout, more than --max_length {args.max_length})."
+                         " Train a model that never succeeds on demonstrations first"
+                         " (variants/sft.py)")
     return groups, held_out
 
 
@@ -322,11 +330,8 @@ def read_pairs(tokenizer, args, run):
     episodes, failed = load_episodes(args.episodes)
     rows = [dialogue_row(tokenizer, episode, args.max_length, args.privileged)
             for episode in episodes]
-    shorter = sum(row.turns < episode["turns"]
-                  for episode, row in zip(episodes, rows, strict=True) if row)
     run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
-            f" ones omitted); with --max_length {args.max_length}, {shorter} lose their oldest"
-            f" turns, and {rows.count(None)} are omitted, since their last turn does not fit")
+            f" ones omitted); {what_fits(episodes, rows, args.max_length)}")
     return split_pairs(episodes, rows, args, run)
 
 

@@ -193,6 +193,14 @@ def dialogue_row(tokenizer, episode, max_length):
     return Row(ids, turn_index)
 
 
+def what_fits(episodes, rows, max_length):
+    """A clause on the dialogues that are longer than `max_length`; too long, a row is None."""
+    shorter = sum(row.turns < episode["turns"]
+                  for episode, row in zip(episodes, rows, strict=True) if row)
+    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
+            f" {rows.count(None)} are omitted, since their last turn does not fit")
+
+
 def dialogue_pairs(episodes, rows, rule, margin):
     """Task id -> its pairs of rows. An episode whose row is None, which is too long, is in none."""
     row_of = {(episode["task"]["task_id"], episode["sample"]): row
@@ -310,14 +318,10 @@ def read_episode_pairs(tokenizer, args, run):
     """(pairs of rows, one list per task; the agent's instructions to save, see custom_prompt)."""
     episodes, failed = load_episodes(args.episodes)
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in episodes]
-    shorter = sum(row.turns < episode["turns"]
-                  for episode, row in zip(episodes, rows, strict=True) if row)
     pairs_of = dialogue_pairs(episodes, rows, args.pairs, args.margin)
     groups = [pairs_of[task_id] for task_id in sorted(pairs_of)]
     run.say(f"{len(episodes)} episodes of {len(pairs_of)} tasks ({failed} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs; with --max_length {args.max_length}, {shorter}"
-            f" episodes lose their oldest turns, and {rows.count(None)} are omitted, since their"
-            " last turn does not fit")
+            f" {sum(map(len, groups))} pairs; {what_fits(episodes, rows, args.max_length)}")
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          " of one task, expected at least one; collect more episodes of each task,"

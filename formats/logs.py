@@ -20,7 +20,7 @@ from pathlib import Path
 
 from colbench import agent_prompt_of
 from formats.read import complete_episode, group_by_task, is_finite, read_episodes
-from runtime.files import read_jsonl, read_prompt, write_atomically
+from runtime.files import as_jsonl, read_jsonl, read_prompt, write_atomically
 from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
@@ -39,7 +39,7 @@ def import_command(args):
                          f" {SMALLEST}")
     is_log = "messages" in first or "dialogue_history" not in first
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
-    output, text = Path(args.output), "".join(json.dumps(episode) + "\n" for episode in episodes)
+    output, text = Path(args.output), as_jsonl(episodes)
     if output.exists() and (output.is_dir() or output.read_bytes() != text.encode()):
         raise SystemExit(f"{output}: found something else than what this command writes, expected"
                          " a new name; choose another --output, or remove what is there")

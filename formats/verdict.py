@@ -28,10 +28,10 @@ def who_won(results):
     else:
         sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
                      f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
-    level = [lead["against"] for lead in others if abs(lead["difference"]["value"]) < 5e-4]
-    clauses = []
+    clauses, level = [], []
     for lead in others:
-        if lead["against"] in level:
+        if abs(lead["difference"]["value"]) < 5e-4:  # 0.0 points
+            level.append(lead["against"])
             continue
         clause = f"{lead['against']} by {with_interval(lead['difference'], 100, ' points')}"
         if not is_ahead(lead):

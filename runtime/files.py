@@ -80,8 +80,12 @@ def write_atomically(path, text):
         raise
 
 
+def as_jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def write_jsonl(path, rows):
-    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(path, as_jsonl(rows))
 
 
 class ResumableJsonl:

@@ -72,9 +72,10 @@ def announce_device(device):
     """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
     if os.environ.get("RANK", "0") == "0":
         name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
-        busy = "" if device.startswith("cuda") or "OMP_NUM_THREADS" in os.environ else (
-            "; where other jobs keep the cores busy, OMP_NUM_THREADS=1 is faster")
-        print(f"computing on {device} ({name}){busy}", file=sys.stderr)
+        advice = ""
+        if not device.startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
+            advice = "; where other jobs keep the cores busy, OMP_NUM_THREADS=1 is faster"
+        print(f"computing on {device} ({name}){advice}", file=sys.stderr)
 
 
 def compute_dtype(device, dtype=None):

@@ -42,7 +42,8 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     resumes = path.is_file() and has_output(path)
     grown = False
     if resumes:
-        before = read_run(path)
+        output, before = output_of(path), read_run(path)
+        remove = f"the directory {output}" if output.is_dir() else f"{output}*"
         changed, grown = changes_since(before, flags, hashes, may_differ)
         if changed and before.get("script") != Path(sys.argv[0]).name:
             raise SystemExit(f"{path}: found the output of {before.get('script')}, expected that of"
@@ -53,13 +54,13 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(words)}; expected the same command, to resume it"
                              f" ({', '.join(COUNTS)} may grow); choose another {flag} or remove"
-                             f" {output_of(path)}")
+                             f" {remove}")
         edited = [name for name, code in code_of_scripts().items()
                   if before.get("code", {}).get(name, code) != code]
         if edited:
             raise SystemExit(f"{path}: found an output that other code has made, since"
                              f" {', '.join(edited)} was edited; expected the same code, to resume"
-                             f" it; choose another {flag} or remove {output_of(path)} (or, if the"
+                             f" it; choose another {flag} or remove {remove} (or, if the"
                              f' edit changes no result, remove "code" from {path.name})')
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
@@ -75,10 +76,10 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
 
 
 def output_of(record):
-    """What a record stands for, in the words of a message."""
+    """The directory, or the file, whose record this is."""
     if record.name == "run.json":
-        return f"the directory {record.parent}"
-    return f"{record.with_name(record.name.removesuffix('.run.json'))}*"
+        return record.parent
+    return record.with_name(record.name.removesuffix(".run.json"))
 
 
 def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=lambda row: True,
@@ -175,22 +176,21 @@ def changes_since(before, flags, hashes, may_differ):
     changed, grown = [], False
     for name in sorted((flags.keys() | before["flags"].keys()) - set(may_differ)):
         old, new = before["flags"].get(name), flags.get(name)
-        moved = is_named_server(name, before["flags"]) and is_named_server(name, flags)
         if name in COUNTS and old is not None and (new is None or new > old):
             grown = True
-        elif new != old and not moved:
+        elif new != old and not server_moved(name, before["flags"], flags):
             changed.append(name if name in before["flags"] else f"{name} (a new flag)")
     names = hashes | before["inputs"]  # the run.json of a model may have come or gone
     changed += [name for name in names if hashes.get(name) != before["inputs"].get(name)]
     return changed, grown
 
 
-def is_named_server(name, flags):
-    """Whether a flag is the address of a server whose model has a name, which is compared itself.
+def server_moved(name, *commands):
+    """Whether a flag of all commands is a server whose model has a name, which is compared itself.
 
     Such a server may be started again elsewhere, as on a cluster.
     """
-    return bool(flags.get(f"{name}_model")) and is_server(flags[name])
+    return all(flags.get(f"{name}_model") and is_server(flags[name]) for flags in commands)
 
 
 def has_output(record):
@@ -201,8 +201,7 @@ def has_output(record):
     if record.name == "run.json":
         own = ("run.json", ".run.json")
         return any(not path.name.startswith(own) for path in record.parent.iterdir())
-    episodes = record.with_name(record.name.removesuffix(".run.json"))
-    rows = ResumableJsonl.whole_rows(episodes)
+    rows = ResumableJsonl.whole_rows(output_of(record))
     return any(not row.get("error") for row in rows)
 
 

@@ -26,7 +26,7 @@ from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.training import Run
-from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprobs
+from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprobs, what_fits
 
 
 def supervised_objective(model, rows, mean_tokens):
@@ -50,13 +50,10 @@ def main(args):
     episodes, failed = load_episodes(args.episodes)
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
-    too_long = rows.count(None)
-    shorter = sum(row.turns < episode["turns"]
-                  for episode, row in zip(chosen, rows, strict=True) if row)
+    fits = what_fits(chosen, rows, args.max_length)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
-            f" with --max_length {args.max_length}, {shorter} of them lose their oldest turns, and"
-            f" {too_long} are omitted, since their last turn does not fit")
+            f" {fits}")
     if not rows:
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
                          f" {'a success' if args.successes else 'one'} of at most --max_length"

@@ -42,7 +42,7 @@ from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
     PAIRS, PRIVILEGED, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches,
-    split_pairs)
+    split_pairs, what_fits)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -181,11 +181,8 @@ def train(args):
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
     rows = [reader.dialogue(episode)
             for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar)]
-    shorter = sum(row.turns < episode["turns"]
-                  for episode, row in zip(episodes, rows, strict=True) if row)
-    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); with --max_length"
-            f" {args.max_length}, {shorter} lose their oldest turns, and {rows.count(None)} are"
-            " omitted, since their last turn does not fit")
+    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted);"
+            f" {what_fits(episodes, rows, args.max_length)}")
     groups, held_out = split_pairs(episodes, rows, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
