@@ -47,14 +47,25 @@ def solution_advice(task, name, reason):
     """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
     if reason == "the value equals nothing":
         return " (not even itself, as a generator, or an object of a class without __eq__)"
-    if re.match(r"\s*assert\b", task.get("test_cases", {}).get(name, "")):
+    test = task.get("test_cases", {}).get(name, "")
+    if re.match(r"\s*assert\b", test):
         return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
                 " value with the solution's)")
+    if not is_expression(test):
+        return f" (the test is no Python expression: {harmless(test)})"
     if reason == "the solution raised ModuleNotFoundError":
         missing = " and ".join(missing_modules(task["ground_truth"]))
         if missing:
             return f" (it needs the module {missing}, which the judge does not have)"
     return ""
+
+
+def is_expression(text):
+    try:
+        ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError):  # ValueError: of a null character
+        return False
+    return True
 
 
 def missing_modules(code):

@@ -150,6 +150,14 @@ def test_check_names_lines_and_reasons_and_spells_out_what_could_steer_a_termina
     assert lines[3] == "1 of 4 tasks can be solved in full (judge fixed)"
 
 
+def test_check_says_which_test_is_no_expression(tmp_path, capsys):
+    task = TASKS[0] | {"test_cases": TASKS[0]["test_cases"] | {"half": "f(0.5"}}
+    with pytest.raises(SystemExit):
+        colbench.main(["check", str(write(tmp_path / "tasks.jsonl", [task]))])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "line 1, half: " in line and "the test is no Python expression: f(0.5)" in line
+
+
 @pytest.mark.parametrize("profile", ["fixed", "official"])
 def test_check_ends_well_if_all_tasks_can_be_solved_and_refuses_those_that_nobody_can(
         tmp_path, capsys, profile):
