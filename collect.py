@@ -99,7 +99,9 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                 history.append({"role": "user", "content": reply})
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:
-        party = "agent" if history[-1]["role"] == "user" else "human"  # whose turn it was
+        party = "judge"  # which may ask a model, too
+        if answer is None:
+            party = "agent" if history[-1]["role"] == "user" else "human"  # whose turn it was
         error = f"{party}: {reason}"
     except Exception as bug:  # a night of rollouts must survive one odd dialogue
         error = f"{type(bug).__name__}: {bug}"
@@ -188,7 +190,8 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules, on_turn) | notes
 
-            fill(store, mine, work, (agent, human), in_flight=args.batch_size, all_keys=jobs)
+            fill(store, mine, work, (agent, human, judge), in_flight=args.batch_size,
+                 all_keys=jobs)
     return store.finish(jobs)
 
 
@@ -233,7 +236,7 @@ def main(args):
 
 
 def collect_parser(description):
-    """Variants add flags of their own."""
+    """Variants add flags of their own; one that `needs="tasks"` keeps --states away."""
     parser = FlagParser(description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"

@@ -30,10 +30,12 @@ To change                  edit
     the advantage          advantage, NORMALISERS; a new parameter of it must also be passed by
                            critic_objective, read by read_critic_flags and kept by Critic
     the pairs              pair_episodes
-    what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. To
-                           show it what only the episode has, such as a reward for each turn,
-                           also dialogue_row, Critic.advantages, rank, states_of in collect.py, and
-                           CriticChoice in variants/best_of_n.py
+    what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. What
+                           only the episode has, such as its reasons, goes into the task first:
+                           episode["task"] | {...} in dialogue_row, and in states_of of collect.py,
+                           which the ranking reads. What differs between the dialogues of a pair
+                           gives away which is better, and then the critic learns nothing else
+    the ranking            rank; a flag of it also goes into RANKING and into `flags` there
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
     optimiser, schedule    train, learning_rate (which variants/value_critic.py imports)
@@ -189,8 +191,8 @@ class Row:
 
 
 def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
-    """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
-    its last turn, the answer, does not fit.
+    """The row of an episode. Beyond `max_length` tokens, its oldest turns are dropped. If even the
+    last turn, the answer, does not fit, it is None.
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
@@ -365,8 +367,8 @@ def train(args):
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the critic, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
-    # bf16. It starts as pi_ref, so its log-probs here are the reference's; also in a resumed run,
-    # whose trained weights are loaded later, by run.resume
+    # bf16. It starts as pi_ref, so its log-probs here are the reference's. This holds in a resumed
+    # run, too: run.resume loads the trained weights later
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 

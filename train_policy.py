@@ -22,12 +22,15 @@ Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
     the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
-                              for a loss without pi_ref (then omit set_reference)
+                              for a loss without pi_ref (then omit set_reference). Both also
+                              serve --episodes
     what the loss knows       Row: a field for it (the advantage, for example), which
                               candidate_pairs fills in. For a loss per token, let turn_index
                               number the agent's tokens in place of its turns
     the states                read_candidate_pairs
-    the pairs of candidates   make_pairs
+    the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
+    one row, or many          candidate_pairs: the loop takes tuples of any number of rows in place
+                              of pairs
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
                               `PACKED= make toy`)
@@ -182,8 +185,8 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
 
 
 def dialogue_row(tokenizer, episode, max_length):
-    """The row of an episode. Beyond `max_length` tokens its oldest turns are dropped; None if even
-    its last turn, the answer, does not fit.
+    """The row of an episode. Beyond `max_length` tokens, its oldest turns are dropped. If even the
+    last turn, the answer, does not fit, it is None.
     """
     messages, finished = agent_view(episode)
     encoded = encode_within(tokenizer, messages, max_length, finished)
@@ -309,8 +312,9 @@ def read_candidate_pairs(tokenizer, args, run):
             f" {args.max_length}")
     if not groups:
         raise SystemExit(f"{args.candidates}: found no pair of a better and a worse candidate of"
-                         " one state, expected at least one; sample more candidates, or give more"
-                         f" than --max_length {args.max_length}")
+                         f" one state with --pairing {args.pairing}, expected at least one; sample"
+                         " more candidates, or give another --pairing, or more than --max_length"
+                         f" {args.max_length}")
     return groups, custom_prompt(states, run.say)
 
 
@@ -348,8 +352,8 @@ def main(args):
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the policy, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
-    # bf16. It starts as pi_ref, so its log-probs here are the reference's; also in a resumed run,
-    # whose trained weights are loaded later, by run.resume
+    # bf16. It starts as pi_ref, so its log-probs here are the reference's. This holds in a resumed
+    # run, too: run.resume loads the trained weights later
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 

@@ -86,11 +86,11 @@ def pack_rows(rows, limit):
 
 
 def prompt_length(row):
-    """Tokens before a candidate's only turn; 0 for a dialogue."""
+    """Tokens before a candidate; 0 for a dialogue, whose agent tokens are not all at its end."""
     if 0 not in row.turn_index:
         return 0
     start = row.turn_index.index(0)
-    return start if set(row.turn_index[start:]) == {0} else 0
+    return 0 if -1 in row.turn_index[start:] else start
 
 
 def can_pack(model):

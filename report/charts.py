@@ -143,14 +143,15 @@ def training_curves(run):
     """A curve for each metric of a run, smoothed."""
     series = defaultdict(list)
     for row in run.rows:
-        for key in CURVES:
-            value = row.get(key)
-            if isinstance(value, (int, float)) and math.isfinite(value):
+        for key, value in row.items():
+            drawn = key in CURVES or key.startswith("train/")  # also what a fork logs
+            if drawn and isinstance(value, (int, float)) and math.isfinite(value):
                 series[key].append((row["step"], value))
     curves = []
-    for key, (title, unit, factor) in CURVES.items():
+    for key in [*CURVES, *(key for key in series if key not in CURVES)]:
         if len(series[key]) <= 3:  # one hold-out or two are no curve
             continue
+        title, unit, factor = CURVES.get(key, (key, "", 1))
         points, window = smoothed(series[key])
         points = [[step, float(f"{factor * value:.5g}")] for step, value in points]
         step_title = f"step, mean of {window} steps" if window > 1 else "step"

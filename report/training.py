@@ -65,7 +65,7 @@ def training_method(script, flags):
     elif script == "value_critic.py":
         what = "critic with a value head"
     elif script == "train_policy.py" and flags.get("candidates"):
-        what = "SWEET-RL, which is DPO on pairs of turns that a critic ranked"
+        what = "SWEET-RL, trained on candidates that a critic ranked"
     elif script == "train_policy.py":
         what = "multi-turn DPO on pairs of whole dialogues"
     elif script == "sft.py" and flags.get("successes"):

@@ -28,6 +28,7 @@ SAMPLING=()
 CANDIDATES=(--batch_size 256) # 16 of each turn of a tenth of the tasks
 PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
   RUN=python
   MODEL=toy/base

@@ -31,6 +31,7 @@ TRAINING=()
 CRITIC_TRAINING=(--epochs 8 --max_length 16384) # a picture of the solution takes some 6,500 tokens
 RFT=(--successes --epochs 8)
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
   RUN=python
   MODEL=toy/base_frontend

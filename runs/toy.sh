@@ -16,9 +16,10 @@ OUT=${OUT:-runs/out/toy$SUFFIX}
 mkdir -p "$OUT/test"
 step() { printf '\n%s\n' "$1"; }
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-finished() { # PID LOG: waits for a job on the other core
-  wait "$1" || { cat "$2" >&2; exit 1; }
+finished() { # waits for the job on the other core
+  wait "$OTHER" || { cat "$OUT/other.log" >&2; exit 1; }
 }
+alive() { kill -0 "$OTHER" 2>/dev/null || finished; } # stops here if that job has failed
 
 step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with the scripted human"
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
@@ -32,16 +33,17 @@ step "2. Critic. On the other core: candidates for it to rank, then multi-turn D
 } >"$OUT/other.log" 2>&1 &
 OTHER=$!
 critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
-while [ ! -e "$OUT/candidates.jsonl" ] && kill -0 "$OTHER" 2>/dev/null; do # the file comes whole
+while [ ! -e "$OUT/candidates.jsonl" ]; do # the file comes whole
+  alive
   sleep 1
 done
-[ -e "$OUT/candidates.jsonl" ] || finished "$OTHER" "$OUT/other.log"
 
 step "3. Ranks, SWEET-RL's policy, and rejection fine-tuning"
 rank "$OUT/candidates.jsonl" "$OUT/critic"
 policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
 rft "$OUT/episodes.jsonl" "$OUT/rft"
 
+alive
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
 play rft "$OUT/rft"
@@ -49,7 +51,7 @@ play base "$BASE"
 play single_turn "$BASE" --max_turns 1
 echo "Multi-turn DPO on the other core:"
 tail -n 1 -f --pid="$OTHER" "$OUT/other.log" # until it has ended
-finished "$OTHER" "$OUT/other.log"
+finished
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
 POLICIES=()

@@ -109,6 +109,7 @@ def save_state(folder, step, model, optimizer, process):
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
+    process.barrier()  # a rank that ends before would make torchrun stop the leader in between
 
 
 def wait_for_files(folder, count, patience=120):

@@ -51,6 +51,10 @@ def refuse_untrainable(path, max_length):
         method = dict(config.quantization_config).get("quant_method", "unknown")
         raise SystemExit(f"{path}: found a quantised model ({method}), expected floating-point"
                          " weights to train; give the model that it was made from")
+    if config.model_type == "phimoe":
+        raise SystemExit(f"{path}: found a model of type phimoe, which chooses experts at random in"
+                         " training, expected one that computes the same in training and in play;"
+                         " choose another")
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ("dynamic", "longrope"):

@@ -29,14 +29,14 @@ class Process(typing.NamedTuple):
 
             torch.distributed.barrier()
 
-    def from_leader(self, value, group=None):
-        """The value that the leader has, on every rank; `group`'s timeout limits the wait."""
+    def from_leader(self, value):
+        """The value that the leader has, on every rank."""
         if self.world == 1:
             return value
         import torch.distributed
 
         values = [value]
-        torch.distributed.broadcast_object_list(values, group=group)
+        torch.distributed.broadcast_object_list(values)
         return values[0]
 
 

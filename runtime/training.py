@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -141,7 +142,7 @@ class Run:
         if self.stopping:
             raise KeyboardInterrupt
         self.stopping = True
-        if self.process.leads:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each node
             tqdm.write("Stopping after this step, with its state saved; again: at once", sys.stderr)
 
     def add(self, group, metrics, weight):
@@ -175,11 +176,13 @@ class Run:
 
     def save_state_if_due(self, done, model, optimizer):
         """Save what a resumed run needs: now and then, and where --max_steps or a signal ends."""
-        due = time.monotonic() - self.saved >= self.save_seconds
-        # the clocks of nodes differ, and signals reach them between different steps
-        due, stopping = self.process.from_leader((due, self.stopping), self.process.group)
+        due = self.process.leads and time.monotonic() - self.saved >= self.save_seconds
+        # all ranks save after the same step: the leader's clock says when, or a signal to any rank
+        asked = torch.tensor([due, self.stopping], dtype=torch.int32, device=self.device)
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, self.process.group)
+        due, stopping = asked.tolist()
         if done == self.last:
-            due, stopping = self.last < self.planned, False
+            due, stopping = self.last < self.planned, 0
         if due or stopping:
             save_state(self.output / RESUME, done, model, optimizer, self.process)
             self.saved = time.monotonic()

@@ -25,7 +25,8 @@ def share_prompts(model, cache, n):
     """A cache with n samples for each row of `cache`, which holds the prompts."""
     from transformers.masking_utils import sdpa_mask
 
-    if model.config._attn_implementation == "eager":
+    latent = hasattr(model.config.get_text_config(), "kv_lora_rank")  # keys are made of the cache
+    if latent or model.config._attn_implementation == "eager":
         # A model that must run so has more than the attention below knows: sinks, soft caps.
         cache.batch_repeat_interleave(n)
         return cache

@@ -16,6 +16,10 @@ from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Speaker, Utterance
 from speakers.pool import gather
 
+# Prompt tokens of a batch, padding included. In an 8B Llama, their keys and values take 17 GB,
+# besides those of all dialogues.
+TOKENS_AT_ONCE = 1 << 17
+
 # -----------------------------------------------------------------------------
 # The speaker
 
@@ -76,9 +80,7 @@ class LocalSpeaker(Speaker):
         indices = sorted(range(len(requests)), key=order)
         for n in sorted({request.n for request in requests}):
             same_n = [index for index in indices if requests[index].n == n]
-            prompts_at_once = max(1, self.batch_size // n)
-            for start in range(0, len(same_n), prompts_at_once):
-                batch = same_n[start:start + prompts_at_once]
+            for batch in in_batches(same_n, prompts, max(1, self.batch_size // n)):
                 samples = self._answer([requests[index] for index in batch],
                                        [prompts[index] for index in batch], n)
                 for row, index in enumerate(batch):
@@ -177,6 +179,19 @@ class LocalSpeaker(Speaker):
     def _utterance(self, sample):
         text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
         return Utterance(with_opening(text, self.opens_thoughts), sample.finished)
+
+
+def in_batches(indices, prompts, size):
+    """Lists of at most `size` prompts, the shortest first, whose cache is not too large."""
+    batch = []
+    for index in indices:
+        too_large = (len(batch) + 1) * len(prompts[index]) > TOKENS_AT_ONCE
+        if batch and (too_large or len(batch) == size):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 def refuse_recurrent(model, path):

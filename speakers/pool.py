@@ -164,8 +164,15 @@ def elsewhere():
 class JudgeElsewhere:
     """A judge whose calls are waited for elsewhere."""
 
+    has_answered = True  # as of a speaker
+
     def __init__(self, judge):
         self.judge = judge
+
+    @property
+    def given_up(self):
+        """As of a speaker; a judge that asks a model says what its speaker does."""
+        return getattr(self.judge, "given_up", None)
 
     def grade(self, task, answer):
         with elsewhere():

@@ -111,7 +111,7 @@ def tiny_model(tokenizer, family="llama", tied=False, seed=0, layers=2):
         intermediate_size=64,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4 if family == "minicpm3" else 2,
         head_dim=8,
         max_position_embeddings=4096,
         tie_word_embeddings=tied,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from chat_server import running
 from conftest import (
     ROOT, dialogue, metrics, ranked_state, read_rows, write_episodes, write_rows)
 
@@ -152,6 +153,22 @@ def test_the_lying_human_denies_a_wish_that_it_has(fork):
             words = set(re.findall(r"[a-z]+", asked["content"].lower()))
             lies += bool(words & needed.keys()) and reply["content"] == "No wish there."
     assert lies
+
+
+def test_a_model_names_the_reward_and_a_run_whose_grader_is_down_stops(fork):
+    folder, command = fork("model_judge"), FORKS["model_judge"]
+    address = command.split("--grader ")[1].split()[0]
+    with running(lambda body, seed: "I give it 7.") as server:
+        run(command.replace(address, server.url), folder)
+    assert {played["reward"] for played in read_rows(folder / "letters.jsonl")} == {0.7}
+
+    def refuse(handler, body):
+        return handler.reply(404, b"no such model")
+
+    with running(None, say=refuse) as server:
+        other = command.replace(address, server.url).replace("letters.jsonl", "more.jsonl")
+        with pytest.raises(AssertionError, match="found a server that answers no request"):
+            run(other, folder)
 
 
 def test_queries_are_graded_by_their_rows(fork):

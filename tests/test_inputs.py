@@ -251,12 +251,15 @@ def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_len
         load_tokenizer(str(tmp_path), limit + 1)
 
 
-def test_a_quantised_model_is_refused_as_one_to_train_before_its_weights_are_read(tmp_path):
+@pytest.mark.parametrize("config, found", [
+    ({"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}},
+     "found a quantised model .awq., expected floating-point"),
+    ({"model_type": "phimoe"}, "found a model of type phimoe, which chooses experts at random")])
+def test_what_cannot_be_trained_is_refused_before_its_weights_are_read(tmp_path, config, found):
     byte_tokenizer().save_pretrained(tmp_path)
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     load_tokenizer(str(tmp_path))
-    with pytest.raises(SystemExit, match="found a quantised model .awq., expected floating-point"):
+    with pytest.raises(SystemExit, match=found):
         load_tokenizer(str(tmp_path), 100)
 
 
@@ -463,7 +466,7 @@ class Follower(Process):
 
     SEEN_BY_LEADER = Path("shared/resume")
 
-    def from_leader(self, value, group=None):
+    def from_leader(self, value):
         return self.SEEN_BY_LEADER
 
     def barrier(self):

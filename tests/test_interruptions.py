@@ -270,8 +270,8 @@ def test_a_stop_is_clean_and_says_how_to_resume(commands, tmp_path, name, signal
     assert contents(tmp_path / "output") == expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_training_repeats_no_step_that_was_taken(commands, tmp_path, ranks):
+@pytest.mark.parametrize("ranks, signalled", [(1, [0]), (2, [0, 1]), (2, [1])])
+def test_a_stopped_training_repeats_no_step_that_was_taken(commands, tmp_path, ranks, signalled):
     given = commands["mtdpo"]
     arguments = replaced(given.arguments, {"--epochs": 1000, "--save_minutes": 60})
     command = Command(given.script, arguments, tmp_path / "log.txt")
@@ -281,15 +281,39 @@ def test_a_stopped_training_repeats_no_step_that_was_taken(commands, tmp_path, r
         while not log.exists() or len(log.read_text().splitlines()) < len(steps) + 2:
             assert all(process.exitcode is None for process in processes), command.log.read_text()
             time.sleep(0.01)
-        for process in processes:
-            os.kill(process.pid, signal.SIGTERM)
+        for rank in signalled:
+            os.kill(processes[rank].pid, signal.SIGTERM)
         for process in processes:
             process.join(MINUTE)
             assert process.exitcode == 130, command.log.read_text()
         now = log.read_text().splitlines()  # with the time that each step took
         assert now[:len(steps)] == steps and len(now) > len(steps)
         steps = now
-    assert "Stopping after this step" in command.log.read_text()
+    assert ("Stopping after this step" in command.log.read_text()) == (0 in signalled)
+
+
+SLOW_LEADER = """
+import time
+from runtime import checkpoints, training
+
+save_state, wait_for_files = training.save_state, checkpoints.wait_for_files
+
+def late(*arguments):
+    time.sleep(1)
+    wait_for_files(*arguments)
+
+def checked(folder, *arguments):
+    save_state(folder, *arguments)
+    assert (folder / "rank0.pt").is_file(), "the state has no name yet"
+
+checkpoints.wait_for_files, training.save_state = late, checked
+"""
+
+
+def test_no_rank_goes_on_before_a_state_has_its_name(commands, tmp_path):
+    script = changed_trainer(tmp_path, SLOW_LEADER)
+    command = Command(script, [*commands["mtdpo"].arguments, "--max_steps", 1], tmp_path / "log")
+    command.complete(tmp_path / "output", ranks=2)
 
 
 # -----------------------------------------------------------------------------

@@ -108,6 +108,19 @@ def test_no_candidate_sees_another():
     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-6)
 
 
+def test_turns_of_one_token_share_their_prompt_as_whole_turns_do():
+    """A loss for each token numbers the tokens of a candidate in place of its only turn."""
+    rows = candidate_rows("t", ["what is it?", "x", "tell me more about that"])
+    prompt = rows[0].turn_index.index(0)
+    for row in rows:
+        row.turn_index[prompt:] = range(len(row.ids) - prompt)
+    assert packed.pack_rows(rows, 8192) == [rows]
+    model = tiny_model(TOKENIZER)
+    for fast, plain in zip(packed.turn_logprobs(model, rows), turn_logprobs(model, rows),
+                           strict=True):
+        torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-5)
+
+
 def test_only_the_same_prompt_is_shared_wherever_its_candidates_stand():
     one, other = candidate_rows("one state", ["a", "b"]), candidate_rows("two state", ["a", "b"])
     assert one[0].turn_index == other[0].turn_index  # of the same length, but another text

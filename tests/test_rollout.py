@@ -21,6 +21,8 @@ from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
 from speakers import roles
+from speakers.interface import SpeakerError
+from speakers.pool import JudgeElsewhere
 
 ALONE = Process(0, 1, "cpu")
 
@@ -195,6 +197,19 @@ def test_one_failed_request_is_one_failed_episode(tmp_path, monkeypatch, party):
     errors = [found["error"] for found in episodes]
     assert errors[5] == f"{party}: too long" and errors.count(None) == 19
     assert episodes[5]["reward"] is None and episodes[5]["turns"] >= 1
+
+
+def test_a_judge_that_asks_a_model_fails_under_its_own_name_and_is_given_up_as_a_speaker_is():
+    class DeadGrader(HeldJudge):
+        def grade(self, task, answer):
+            raise SpeakerError("no grade")
+
+    _, (failed, *_) = played(Served(asker(lambda key: 3)), Served(human_line), DeadGrader(), 1, 1)
+    assert failed["error"] == "judge: no grade" and failed["reward"] is None
+    judge = DeadGrader()
+    assert JudgeElsewhere(judge).given_up is None
+    judge.given_up = "it is down"
+    assert JudgeElsewhere(judge).given_up == "it is down"
 
 
 def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(tmp_path, monkeypatch, capsys):

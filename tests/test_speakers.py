@@ -107,6 +107,24 @@ def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(fami
     assert len(set(longest)) > 1 and len(distinct) > 9
 
 
+def test_long_prompts_are_computed_in_smaller_batches_with_the_same_texts(monkeypatch):
+    sampler, read = speaker(temperature=0), []
+    together = ask_all(sampler, CONVERSATIONS)
+    monkeypatch.setattr(speakers.local, "TOKENS_AT_ONCE", 200)
+    forward = sampler._read
+    monkeypatch.setattr(sampler, "_read", lambda prompts, caches: (
+        read.append([len(prompt) for prompt in prompts]), forward(prompts, caches))[1])
+    assert ask_all(sampler, CONVERSATIONS) == together
+    assert len(read) > 1 and any(len(lengths) > 1 for lengths in read)
+    assert all(len(lengths) == 1 or len(lengths) * max(lengths) <= 200 for lengths in read)
+
+
+def test_samples_of_a_model_with_latent_keys_have_copies_of_its_cache():
+    sampler = speaker(family="minicpm3", temperature=0)
+    several = ask_all(sampler, CONVERSATIONS, n=2)
+    assert several == [2 * found for found in ask_all(sampler, CONVERSATIONS)]
+
+
 def test_a_model_with_an_attention_of_its_own_keeps_it_for_samples():
     sampler, eager = speaker(), speaker()
     eager.model.set_attn_implementation("eager")
