@@ -28,6 +28,7 @@ Difference from the paper, which reports means alone: intervals and tests are ad
 
 import json
 import math
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -229,6 +230,8 @@ def score(policies, draws=2000):
 
 
 def main(args):
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, one is enough
+        return
     results = score(read_policies(args.policies))
     tables = all_tables(results)
     output = Path(args.output)

@@ -137,7 +137,8 @@ def split_tasks(task_ids, holdout, seed):
     """(task ids to train on, held out): whole tasks, after a seeded shuffle."""
     task_ids = sorted(task_ids)
     random.Random(derive_seed(seed, "holdout")).shuffle(task_ids)
-    count = min(math.ceil(holdout * len(task_ids)), len(task_ids) - 1)  # one is left to train on
+    # 1e-9: as floats, 0.07 * 100 is more than 7. One task is left to train on
+    count = min(math.ceil(holdout * len(task_ids) - 1e-9), len(task_ids) - 1)
     return task_ids[count:], task_ids[:count]
 
 

@@ -353,8 +353,8 @@ def without_comparison(test: str) -> str:
             case ast.Compare(left=value, ops=[ast.Eq()], comparators=[literal]):
                 if ast.literal_eval(literal) is not None:  # None is no value of a solution
                     return ast.unparse(value)
-    except (SyntaxError, ValueError):  # no expression; no literal
-        pass
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass  # no expression, no literal, a literal such as {{}: 1}, or too deep: it fails when run
     return test
 
 

@@ -12,9 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from runtime.lora import MATRICES, merge
-
-
-RESUME = "resume"  # the folder of a run's training state, in its output
+from runtime.record import RESUME
 
 
 def save_checkpoint(output, model, tokenizer, agent_prompt, process):
@@ -42,7 +40,7 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
             if matrices:
                 save_file(matrices, partial / MATRICES)
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
-            (partial / "agent_prompt.txt").write_text(agent_prompt + "\n")
+            (partial / "agent_prompt.txt").write_text(agent_prompt + "\n", encoding="utf-8")
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(path, output / path.name)
         partial.rmdir()

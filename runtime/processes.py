@@ -1,5 +1,6 @@
 """The processes of a script: those that torchrun started, their groups, and how they stop."""
 
+import ctypes
 import datetime
 import os
 import signal
@@ -40,6 +41,9 @@ class Process(typing.NamedTuple):
         return values[0]
 
 
+PARENT = os.getppid()
+SIGNAL_OF_PARENTS_DEATH = 1  # option of prctl
+
 # Within a training step no rank waits for long, so one that is silent for this many minutes hangs.
 # With nccl, torch's watchdog then ends the process and says which collective timed out.
 STEP_MINUTES = 30
@@ -60,16 +64,29 @@ def join_processes(training=False):
     if cuda:
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
+        end_with_parent(signal.SIGKILL)  # no other signal reaches a process that looks for others
         # between steps, ranks may finish hours apart; torchrun notices one that dies
         options = {"timeout": datetime.timedelta(days=7)}
         if "RANK" not in os.environ:
             options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
         torch.distributed.init_process_group("gloo", **options)
+        end_with_parent(signal.SIGTERM)
     group = None
     if training:
         group = torch.distributed.new_group(
             timeout=datetime.timedelta(minutes=STEP_MINUTES), backend="nccl" if cuda else "gloo")
     return Process(rank, world, device, group)
+
+
+def end_with_parent(number):
+    """Let Linux send this signal once torchrun has died, even if it was killed.
+
+    Otherwise its processes would go on alone, or wait for each other for days.
+    """
+    if "RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_DEATH, int(number), 0, 0, 0)
+        if os.getppid() != PARENT:
+            raise SystemExit("torchrun has ended")
 
 
 def launch(main, args):

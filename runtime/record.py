@@ -16,6 +16,7 @@ from pathlib import Path
 from runtime.files import ResumableJsonl, write_atomically
 from runtime.names import check_checkpoint, is_server
 
+RESUME = "resume"  # the folder of a run's training state, in its output
 COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
 
 
@@ -28,9 +29,11 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     path = Path(path)
     flags = {name: value for name, value in flags.items() if name != "output"}
     hashes = {str(name): file_hash(name) for name in inputs if name}
-    if path.name == "run.json" and path.with_name("config.json").exists() and not path.exists():
-        raise SystemExit(f"{path.parent}: found a checkpoint that none of these scripts wrote,"
-                         " expected a new directory; choose another --output")
+    made = [name for name in ("config.json", RESUME, "metrics.jsonl")
+            if path.with_name(name).exists()]  # by a training
+    if path.name == "run.json" and made and not path.exists():
+        raise SystemExit(f"{path.parent}: found {made[0]} without the run.json that these scripts"
+                         " write, expected a new directory; choose another --output")
     if process.leads:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,13 +69,20 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
     process.barrier()  # all ranks have read the record and the output before they change
-    if process.leads and (grown or not resumes):
+    if process.leads and (not resumes or (grown and not is_finished(path))):
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
                "directory": os.getcwd(), "inputs": hashes,
                "versions": {"python": platform.python_version()} | versions,
                "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+def is_finished(record):
+    """Whether a training has taken all its steps, to which a larger --max_steps adds none."""
+    folder = record.parent
+    finished = (folder / "config.json").is_file() and not (folder / RESUME).is_dir()
+    return record.name == "run.json" and finished
 
 
 def output_of(record):
@@ -86,7 +96,7 @@ def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=
               flag="--output"):
     """A ResumableJsonl whose record of the command is PATH.run.json; `models` are inputs, too."""
     record = Path(f"{path}.run.json")
-    if Path(path).exists() and not record.is_file():
+    if ResumableJsonl.files(path) and not record.is_file():
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
@@ -133,8 +143,7 @@ def code_commit():
 def hold_lock(path):
     """Keep other runs from writing to the same output for as long as this process lives.
 
-    A kill releases the lock. It is held by the process that writes, so a new run also notices
-    workers that outlived a killed torchrun.
+    A kill releases the lock.
     """
     lock = open(path.with_name(f".{path.name}.lock"), "a+")
     try:
@@ -220,7 +229,7 @@ def read_run(path):
     except (ValueError, KeyError, TypeError):
         pass  # the sentence below covers every such file
     raise SystemExit(f"{path}: found a file that is no record of a run, expected what these scripts"
-                     " write; choose another directory, or remove the file")
+                     " write; choose another directory")
 
 
 def path_from(run, name):

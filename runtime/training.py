@@ -27,11 +27,11 @@ import torch
 from tqdm import tqdm
 
 from runtime.checkpoints import (
-    RESUME, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
+    is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from runtime.files import write_atomically
 from runtime.flags import COST_FLAGS
 from runtime.processes import join_processes
-from runtime.record import claim_output, records
+from runtime.record import RESUME, claim_output, records
 
 HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pairs is far above
 

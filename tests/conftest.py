@@ -98,6 +98,9 @@ def byte_tokenizer(template="llama3"):
     return fast
 
 
+WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss")  # families that attend to the last tokens
+
+
 def tiny_model(tokenizer, family="llama", tied=False, seed=0, layers=2):
     """A random model."""
     import torch
@@ -120,7 +123,7 @@ def tiny_model(tokenizer, family="llama", tied=False, seed=0, layers=2):
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
-        sliding_window=16 if family in ("mistral", "gemma3_text") else None,
+        sliding_window=16 if family in WINDOWS else None,
     )
     return AutoModelForCausalLM.from_config(config)
 

@@ -248,6 +248,7 @@ def test_held_out_tasks_are_whole_and_seeded():
     training, held_out = split_tasks(groups, 0.05, 0)
     assert len(held_out) == 2 and not set(training) & set(held_out) and len(training) == 38
     assert split_tasks(groups, 0.05, 0) == (training, held_out)
+    assert len(split_tasks(list(map(str, range(100))), 0.07, 0)[1]) == 7
     assert split_tasks(groups, 0.05, 1) != (training, held_out)
 
 

@@ -436,6 +436,12 @@ def test_markdown_survives_a_pipe_in_a_name_and_is_aligned():
                      "| Turns  | 1.0 [1.0, 1.0] |"]
 
 
+def test_of_several_processes_one_evaluates(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    evaluate.main(evaluate.parse_args(["a=nowhere.jsonl", "--output", str(tmp_path / "out")]))
+    assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
+
+
 def test_same_seed_gives_the_same_files_byte_for_byte_and_md_holds_what_is_printed(
         tmp_path, capsys):
     rows = [episode(task, reward=task / 9) for task in range(10)]

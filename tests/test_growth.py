@@ -5,14 +5,13 @@ import fcntl
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import (
     ROOT, differing_weights, metrics, read_rows, run_script, training, write_episodes, write_rows)
 
 from runtime.processes import Process
-from runtime.record import changes_since, claim_output
+from runtime.record import changes_since, claim_output, open_rows
 
 
 def rollout(path, *more, **options):
@@ -85,8 +84,29 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     assert not (tmp_path / "cut/resume").exists()
 
 
+def test_a_larger_max_steps_changes_nothing_where_all_steps_were_taken(tiny, tmp_path):
+    command = training(write_episodes(tmp_path / "episodes.jsonl"), tiny(), tmp_path / "run",
+                       "--epochs", 1, "--batch_size", 4)
+    run_script("train_policy.py", *command, "--max_steps", 50)
+    record = (tmp_path / "run/run.json").read_bytes()  # an input of all that the model makes
+    assert "training is complete" in run_script("train_policy.py", *command,
+                                                "--max_steps", 60).stdout
+    assert (tmp_path / "run/run.json").read_bytes() == record
+
+
 # -----------------------------------------------------------------------------
 # Taken over, and locked
+
+
+@pytest.mark.parametrize("made, record", [
+    ("e.jsonl.rank0", "e.jsonl.run.json"), ("resume", "run.json"), ("metrics.jsonl", "run.json")])
+def test_what_a_run_has_left_without_its_record_is_not_taken_over(tmp_path, made, record):
+    (tmp_path / made).write_text('{"a": 1}\n')
+    with pytest.raises(SystemExit, match="run.json.* choose another --output"):
+        if record == "run.json":
+            claim_output(tmp_path / record, {}, [], Process(0, 1, "cpu"))
+        else:
+            open_rows(tmp_path / "e.jsonl", {}, [], Process(0, 1, "cpu"), str)
 
 
 def test_an_output_without_a_sound_episode_is_taken_over_by_a_corrected_command(tmp_path):
@@ -128,24 +148,3 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     claim_output(record, {"seed": 0}, [], Process(0, 1, "cpu"), ())
     assert record.is_file()
     assert f"{tmp_path}: this file system has no locks" in capsys.readouterr().err
-
-
-def test_a_worker_that_outlives_its_torchrun_keeps_the_output_locked(tmp_path):
-    path = tmp_path / "e.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-               "2", str(ROOT / "collect.py"), "--tasks", "toy:backend:train", "--num_tasks", "400",
-               "--agent", "toy/base", "--output", str(path)]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    lock = tmp_path / ".e.jsonl.run.json.lock"
-    deadline = time.monotonic() + 60
-    while not (lock.exists() and lock.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    run.kill()  # of torchrun alone
-    run.wait()
-    try:
-        with open(lock) as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        refused = rollout(path, check=False)
-        assert "another run that writes to this output" in refused.stderr
-    finally:
-        subprocess.run(["pkill", "-9", "-f", str(path)], check=False)

@@ -518,8 +518,6 @@ def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
 def test_a_retrained_model_is_another_input(tmp_path):
     critic = tmp_path / "critic"
     critic.mkdir()
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy/metrics.jsonl").touch()
     args = train_policy.parse_args(["--episodes", "e", "--model", str(critic), "--output", "o"])
 
     def claim(seed_of_critic):
@@ -529,6 +527,7 @@ def test_a_retrained_model_is_another_input(tmp_path):
         claim_output(tmp_path / "policy/run.json", vars(args), inputs, PROCESS, ())
 
     claim(0)
+    (tmp_path / "policy/metrics.jsonl").touch()
     with pytest.raises(SystemExit, match="differs in .*critic/run.json"):
         claim(1)
     (critic / "run.json").unlink()  # another model stands where the critic was

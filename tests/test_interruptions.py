@@ -210,13 +210,14 @@ def wait_for_file(folder, pattern, lives):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, begun, victim", [
-    ("collect", "rows.jsonl.rank*", 0), ("mtdpo", "resume", 1)])
-def test_torchrun_ends_soon_after_the_kill_of_a_rank_and_its_command_resumes(
+    ("collect", "rows.jsonl.rank*", 0), ("mtdpo", "resume", 1), ("mtdpo", "resume", "torchrun"),
+    ("collect", ".*.lock", "torchrun")])
+def test_all_ends_soon_after_the_kill_of_a_rank_or_of_torchrun_and_its_command_resumes(
         commands, tmp_path, name, begun, victim):
     run = torchrun(commands[name], tmp_path)
     wait_for_file(tmp_path, begun, lambda: run.poll() is None)
-    os.kill(children(run.pid)[victim], signal.SIGKILL)
-    run.communicate(timeout=MINUTE)
+    os.kill(run.pid if victim == "torchrun" else children(run.pid)[victim], signal.SIGKILL)
+    run.communicate(timeout=MINUTE)  # until all have ended that could print
     assert run.returncode != 0
     run = torchrun(commands[name], tmp_path)
     printed = run.communicate(timeout=3 * MINUTE)[0]

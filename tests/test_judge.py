@@ -22,7 +22,8 @@ import pytest
 from conftest import ROOT, read_rows
 
 from judge.handle import Worker
-from judge.sandbox import REQUIRED, Grade, Judge, check_solutions, extract_code
+from judge.sandbox import (
+    REQUIRED, SOLUTION_FAILED, Grade, Judge, check_solutions, extract_code)
 from judge.values import describe, is_value, reason_of
 from judge.worker import LIMITS, compile_for, run_test, set_limits
 
@@ -230,6 +231,21 @@ def test_a_test_that_compares_with_a_literal_grades_the_value(judge, literals):
     assert judge.grade(task, "def f(n):\n    return 0").reward == 0.0
     equals_all = "class Same:\n    __eq__ = lambda *_: True\n\n\ndef f(n):\n    return Same()"
     assert judge.grade(task, equals_all).reward == 0.0
+
+
+@pytest.mark.parametrize("odd", [None, "f(2) == {{'a': 1}}", "f(" + "-" * 20_000 + "1)"],
+                         ids=["none", "double braces", "deep"])
+def test_an_odd_test_fails_no_other_and_none_is_no_test(judge, odd):
+    solution = "def f(a): return a + 1"
+    task = {"ground_truth": solution, "test_cases": {"a": "f(1)", "odd": odd, "b": "f(2)"}}
+    found = judge.grade(task, solution).reasons
+    assert found.pop("odd", None) == (SOLUTION_FAILED if odd else None)
+    assert found == {"a": "passed", "b": "passed"}
+
+
+def test_as_many_answers_as_tasks_are_graded(judge):
+    with pytest.raises(ValueError, match="found 1 answers to 2 tasks"):
+        judge.grade_all([DOUBLE, DOUBLE], ["pass"])
 
 
 def test_a_function_that_returns_nothing_can_be_compared_with_none(judge):
