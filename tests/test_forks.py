@@ -30,8 +30,12 @@ def fork(tmp_path):
                 target = tmp_path / path.relative_to(ROOT)
                 target.parent.mkdir(exist_ok=True)
                 (shutil.copytree if path.is_dir() else shutil.copy)(path, target)
-        subprocess.run(["git", "apply", f"docs/forks/{name}.patch"], cwd=tmp_path, check=True,
-                       env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)})
+        applied = subprocess.run(
+            ["git", "apply", f"docs/forks/{name}.patch"], cwd=tmp_path, capture_output=True,
+            text=True, env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)})
+        assert applied.returncode == 0, (
+            f"{applied.stderr}A fork to which this patch does not apply any more may delete it,"
+            " together with its test.")
         return tmp_path
 
     return copy

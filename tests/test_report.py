@@ -681,6 +681,13 @@ def test_page_is_one_file_with_a_policy_that_allows_nothing_else(report):
 # Training runs
 
 
+def test_what_a_fork_logs_of_its_training_is_drawn_under_its_own_name(tmp_path):
+    steps = [{"step": step, "train/loss": 1.0, "train/kl": 0.1 * step} for step in range(9)]
+    run = read_training("fork", write_run(tmp_path, steps, "train_policy.py"))
+    assert [(curve["title"], curve["folded"]) for curve in charts.training_curves(run)] == [
+        ("Loss", False), ("train/kl", True)]
+
+
 def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
     lines = []
     for step in range(5000):
