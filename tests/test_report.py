@@ -692,7 +692,7 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
     lines = []
     for step in range(5000):
         loss = float("nan") if step == 5 else 1.0
-        lines.append({"step": step, "train/loss": loss, "time/step": 1, "train/other": 1})
+        lines.append({"step": step, "train/loss": loss, "time/step": 1, "other": 1})
     run = read_training("run", write_rows(tmp_path / "metrics.jsonl", lines))
     (curve,) = charts.training_curves(run)
     points = curve["points"]
