@@ -283,12 +283,20 @@ def run_script(script, *arguments, processes=1, check=True, env=None, timeout=30
     return done
 
 
-def run_module(name, *arguments):
-    """`python -m name arguments`, as a user gives it."""
-    done = subprocess.run([sys.executable, "-m", name, *map(str, arguments)], cwd=ROOT,
+def refusal(script, *arguments):
+    """The sentence with which a script refuses, without a traceback."""
+    done = run_script(script, *arguments, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stderr
+
+
+def run_python(*words, folder=ROOT, **variables):
+    """What `python words` prints, in a folder from which the project can be imported."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, env=environment,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+    return done.stdout
 
 
 def training(episodes, model, output, *more):

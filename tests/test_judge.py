@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from benchmark import cpu_seconds
 from conftest import ROOT, read_rows
 
 from judge.handle import Worker
@@ -350,6 +351,15 @@ def test_the_machine_is_closed_to_an_answer_that(judge, action):
     assert all(reason.startswith("raised") for reason in grade.reasons.values())
 
 
+@needs_linux
+def test_a_worker_gets_no_secret_of_its_owners_environment(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
+    with Judge(1) as alone:
+        (worker,) = alone.workers
+        environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+    assert b"HOME" in environment and b"secret" not in environment
+
+
 def test_an_answer_finds_no_file_of_ours_among_its_modules_nor_on_its_path(judge):
     path = subprocess.check_output(
         [sys.executable, "-I", "-c", "import sys; print(sys.path)"], text=True)
@@ -625,15 +635,6 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
 
 # -----------------------------------------------------------------------------
 # Many answers
-
-
-def cpu_seconds(workers):
-    """Of this process and of the workers with the children that they have reaped."""
-    used = time.process_time()
-    for worker in workers:
-        fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return used
 
 
 def memory(pid):

@@ -1,11 +1,9 @@
 """Rollouts against an OpenAI-compatible server that fails in every way it can."""
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
-import os
 import random
 import re
 import socket
@@ -14,11 +12,10 @@ import sys
 import threading
 import time
 import types
-from pathlib import Path
 
 import pytest
 from chat_server import FAULTS, TIMEOUT, running
-from conftest import ROOT, episode, read_rows, write_rows
+from conftest import ROOT, dialogue, episode, read_rows, run_script, write_rows
 from parties import ask_all, collect_now
 
 import speakers
@@ -76,7 +73,7 @@ def impatient(monkeypatch):
 # -----------------------------------------------------------------------------
 # The speaker
 
-CONVERSATIONS = [[{"role": "user", "content": f"question {index}"}] for index in range(40)]
+CONVERSATIONS = [dialogue(f"question {index}") for index in range(40)]
 
 
 def test_the_texts_are_those_of_the_server_for_these_messages_and_seeds():
@@ -128,7 +125,7 @@ def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
     with running(echo, say=only_one) as server:
         speaker = load_speaker(server.url)
         with pytest.raises(SpeakerError, match="HTTP 400"):
-            speaker.reply(Request([{"role": "user", "content": "too long"}], 3))
+            speaker.reply(Request(dialogue("too long"), 3))
         assert not speaker.refuses_n  # it was the length
         texts = {utterance.text for messages in CONVERSATIONS[:2]
                  for utterance in speaker.reply(Request(messages, 3))}
@@ -362,18 +359,15 @@ def named(name):
     return SpeakerSettings(model_name=name)
 
 
-def test_a_server_with_one_model_needs_no_name():
-    with running(echo, models=["org/model"]) as server:
-        speaker = load_speaker(server.url)
-        ask_all(speaker, CONVERSATIONS[:2])
-    assert speaker.model_name == "org/model" and server.seen_models == {"org/model"}
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_ids_with_slashes_and_adapters_are_models_like_all_others(name):
-    with running(echo, models=ADAPTERS) as server:
+@pytest.mark.parametrize("models, name, asked", [
+    (["org/model"], None, "org/model"),
+    *[(ADAPTERS, name, name) for name in ADAPTERS],
+    (ADAPTERS, str(ROOT), str(ROOT)),  # a directory, as `transformers serve` loads on demand
+])
+def test_a_server_is_asked_for_the_model_that_is_named_or_for_its_only_one(models, name, asked):
+    with running(echo, models=models) as server:
         ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
-    assert server.seen_models == {name}
+    assert server.seen_models == {asked}
 
 
 def test_each_party_is_asked_with_its_own_temperature_and_token_limit(impatient, tmp_path):
@@ -394,29 +388,16 @@ def test_each_party_is_asked_with_its_own_temperature_and_token_limit(impatient,
     assert sampled == {("agent", 0.7, 70, 1), ("human", 0.2, 20, 1)}
 
 
-def test_several_models_and_no_name_is_a_sentence_with_the_names():
-    with running(echo, models=ADAPTERS) as server:
-        message = f"found 3 models, expected the name of one .*{', '.join(ADAPTERS)}.*_model"
-        with pytest.raises(SystemExit, match=message):
-            load_speaker(server.url)
-    assert server.calls == 0
-
-
 @pytest.mark.parametrize("name", [
-    "Llama-3.1-8B-Instruct", "meta-llama/llama-3.1-8b-instruct", "out/sweet/", "gpt", ""])
-def test_an_unknown_model_name_is_a_sentence_with_the_names_that_there_are(name):
+    None, "Llama-3.1-8B-Instruct", "meta-llama/llama-3.1-8b-instruct", "out/sweet/", "gpt", ""])
+def test_no_name_among_several_models_or_an_unknown_one_is_a_sentence_with_the_names(name):
+    found = "3 models" if name is None else f"no model {name!r}"
     with running(echo, models=ADAPTERS) as server:
-        with pytest.raises(SystemExit, match="expected one of.*--agent_model") as end:
+        with pytest.raises(SystemExit, match=f"found {found}.*expected .*one of.*--agent_model") \
+                as end:
             load_speaker(server.url, settings=named(name))
-    assert f"found no model {name!r}" in str(end.value)
     assert all(model in str(end.value) for model in ADAPTERS)
     assert server.calls == 0
-
-
-def test_a_directory_that_a_server_does_not_list_is_asked_for_all_the_same(tmp_path):
-    with running(echo, models=ADAPTERS) as server:  # as `transformers serve` loads on demand
-        ask_all(load_speaker(server.url, settings=named(str(tmp_path))), CONVERSATIONS[:2])
-    assert server.seen_models == {str(tmp_path)}
 
 
 @pytest.mark.parametrize("end", ["", "/"])
@@ -564,39 +545,13 @@ def test_the_api_key_goes_to_the_server_and_nowhere_else(tmp_path):
     key = "sk-this-is-secret"
     file, tasks = toy_tasks(tmp_path, 3)
     with running(toy_answer(tasks), fault_rate=0.2, faults=["500"]) as server:
-        command = [sys.executable, ROOT / "collect.py", "--tasks", file, "--agent", server.url,
-                   "--agent_model", "agent", "--output", tmp_path / "out/episodes.jsonl"]
-        run = subprocess.Popen(
-            [str(part) for part in command], env=os.environ | {"OPENAI_API_KEY": key}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        environments = set()
-        while run.poll() is None:
-            environments |= worker_environments(run.pid)
-            time.sleep(0.01)
-        printed = run.stdout.read()
-    assert run.returncode == 0, printed
-    assert server.seen_keys == {f"Bearer {key}"} and key not in printed
-    assert environments
-    assert not any(key.encode() in environment for environment in environments)
+        done = run_script("collect.py", "--tasks", file, "--agent", server.url, "--agent_model",
+                          "agent", "--output", tmp_path / "out/episodes.jsonl",
+                          env={"OPENAI_API_KEY": key})
+    assert server.seen_keys == {f"Bearer {key}"} and key not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"episodes.jsonl", "episodes.jsonl.run.json"} <= {path.name for path in files}
     assert not any(key.encode() in path.read_bytes() for path in files)
-
-
-def worker_environments(parent):
-    """The environments of the judge's workers that process `parent` has started.
-
-    Before its exec, a child still has the parent's, so only those that are workers by now count.
-    """
-    found = set()
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            process = status.parent
-            parent_of = int(status.read_text().rsplit(")", 1)[1].split()[1])
-            is_worker = b"judge-worker" in (process / "cmdline").read_bytes()
-            if parent_of == parent and is_worker:
-                found.add((process / "environ").read_bytes())
-    return found
 
 
 def test_a_server_that_repeats_the_api_key_does_not_get_it_into_an_error(impatient, monkeypatch):
@@ -626,8 +581,7 @@ def test_what_a_server_says_does_not_steer_the_terminal(impatient):
     with running(echo, say=steering, models=["a\x1b[2J", "b"]) as server:
         with pytest.raises(SystemExit) as end:
             load_speaker(server.url)
-        settings = SpeakerSettings(model_name="b")
-        error = ask_all(load_speaker(server.url, settings=settings), CONVERSATIONS[:1])[0]
+        error = ask_all(load_speaker(server.url, settings=named("b")), CONVERSATIONS[:1])[0]
     assert "a\\x1b[2J" in str(end.value) and "\x1b" not in str(end.value)
     assert "HTTP 400: no \\x1b]0;title\\x07" in str(error)
 
