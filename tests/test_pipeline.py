@@ -1,9 +1,8 @@
 """The four scripts in order, as a user runs them."""
 
-import json
 
 import pytest
-from conftest import metrics, needs_chromium, read_rows, run_module, run_script, write_rows
+from conftest import needs_chromium, read_rows, run_script, write_rows
 
 from formats.read import read_episodes
 
@@ -66,35 +65,6 @@ def test_the_toy_pages_are_played_and_graded_in_the_browser(tmp_path):
 # All stages
 
 
-def test_the_pipeline_runs_from_episodes_to_a_report(episodes, tmp_path):
-    critic, policy, report = tmp_path / "critic", tmp_path / "sweet", tmp_path / "report.html"
-    candidates, ranked = tmp_path / "candidates.jsonl", critic / "ranked.jsonl"
-    training = ("--model", "toy/base", "--micro_batch_size", 8, "--max_steps", 4, "--lr", 1e-4,
-                "--packed")
-    run_script("collect.py", "--states", episodes, "--states_fraction", 0.5, "--states_per_task", 2,
-               "--agent", "toy/base", "--max_new_tokens", 96, "--output", candidates)
-    run_script("train_critic.py", "--episodes", episodes, "--pairs", "all", "--holdout", 0.2,
-               *training, "--output", critic, "--candidates", candidates)
-    run_module("toy.credit", "auc", ranked, "--metrics", critic / "metrics.jsonl")
-    assert 0 <= metrics(critic)[-1]["credit_auc/all"] <= 1
-    run_script("train_policy.py", "--candidates", ranked, *training, "--output", policy)
-    test = ("--tasks", "toy:backend:test", "--num_tasks", 4, "--samples_per_task", 1,
-            "--max_new_tokens", 96)
-    for name, agent in (("base", "toy/base"), ("sweet", policy)):
-        run_script("collect.py", *test, "--agent", agent, "--output", tmp_path / f"{name}.jsonl")
-    run_script("variants/best_of_n.py", *test, "--agent", policy, "--n", 2, "--critic", critic,
-               "--output", tmp_path / "best.jsonl")
-    assert read_rows(tmp_path / "best.jsonl")[0]["best_of_n"] == 2
-    policies = [f"{name}={tmp_path}/{name}.jsonl" for name in ("base", "sweet", "best")]
-    done = run_script("evaluate.py", *policies, "--output", tmp_path / "evaluation")
-    results = json.loads((tmp_path / "evaluation/results.json").read_text())
-    assert set(results["policies"]) == {"base", "sweet", "best"} and "best" in done.stdout
-    run_module("report", *policies, "--critic", critic, "--metrics",
-               f"critic={critic}/metrics.jsonl", "--output", report)
-    page = report.read_text()
-    assert "question" in page and "advantages" in page
-
-
 @pytest.mark.parametrize("template, family", [("qwen2.5", "qwen2"), ("llama3", "llama")])
 def test_a_chat_model_goes_from_demonstrations_to_a_policy(
         template, family, tiny, toy_episodes, tmp_path):
@@ -114,19 +84,6 @@ def test_a_chat_model_goes_from_demonstrations_to_a_policy(
                1, "--max_new_tokens", 8, "--agent", policy, "--output", tmp_path / "test.jsonl")
     for episode in read_episodes(tmp_path / "test.jsonl"):
         assert not episode["error"] and episode["agent_prompt"] == "Ask, then answer."
-
-
-def test_the_policy_learns_from_the_ranks_of_a_value_critic(episodes, tmp_path):
-    candidates, ranked = tmp_path / "candidates.jsonl", tmp_path / "ranked.jsonl"
-    run_script("collect.py", "--states", episodes, "--states_fraction", 0.3, "--states_per_task", 2,
-               "--agent", "toy/base", "--max_new_tokens", 96, "--num_candidates", 8,
-               "--output", candidates)
-    run_script("variants/value_critic.py", "--episodes", episodes, "--pairs", "all", "--model",
-               "toy/base", "--max_steps", 2, "--output", tmp_path / "value", "--candidates",
-               candidates, "--ranked", ranked)
-    done = run_script("train_policy.py", "--candidates", ranked, "--model", "toy/base",
-                      "--max_steps", 2, "--output", tmp_path / "policy")
-    assert f"ranked by {tmp_path / 'value'}" in done.stdout
 
 
 def test_a_value_head_refuses_rewards_that_it_cannot_predict(tmp_path):

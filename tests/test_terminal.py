@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from conftest import ROOT, dialogue, episode, run_script
+from conftest import ROOT, dialogue, episode
 from conftest import write_rows as write
 
 import colbench
@@ -230,14 +230,6 @@ def test_training_ends_with_its_last_numbers_and_whether_the_model_moved(tmp_pat
     run = types.SimpleNamespace(log_file=write(tmp_path / "metrics.jsonl", rows))
     said = Run._last_metrics(run)
     assert said.startswith(ending) and ("hardly" in said) == ("hardly" in ending)
-
-
-@pytest.mark.parametrize("script", ["train_critic.py", "train_policy.py"])
-def test_episodes_that_are_all_too_long_are_blamed_on_max_length(tiny, tmp_path, script):
-    rows = [episode("t", reward, sample) for sample, reward in enumerate((0.0, 1.0))]
-    done = run_script(script, "--episodes", write(tmp_path / "e.jsonl", rows), "--model",
-                      tiny(), "--max_length", 8, "--output", tmp_path / "o", check=False)
-    assert "--max_length 8" in done.stderr and "Traceback" not in done.stderr
 
 
 # -----------------------------------------------------------------------------
