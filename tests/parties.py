@@ -3,10 +3,13 @@
 import threading
 from concurrent.futures import Future
 
+import torch
+
 import collect
 from collect import Rules, play
 from judge.sandbox import ANSWER_MARKER, Grade
 from speakers.interface import Request, Speaker, SpeakerError, Utterance
+from speakers.local import pick_tokens
 from speakers.pool import elsewhere, gather, run
 from toy.world import toy_tasks
 
@@ -74,6 +77,18 @@ def human_line(request):
 
 def utterances(line, request):
     return [Utterance(f"{line(request)}{'+' * index}", True) for index in range(request.n)]
+
+
+def slow_text(speaker, tokenizer, ids, uniform):
+    """What a local speaker says after a prompt, which is read again for each random number."""
+    whole = torch.tensor([ids])
+    for number in uniform:
+        logits = speaker.model(input_ids=whole).logits[:, -1]
+        token = pick_tokens(logits, number[None], speaker.temperature)
+        whole = torch.cat([whole, token[:, None]], 1)
+        if token.item() in speaker.stops:
+            break
+    return tokenizer.decode(whole[0, len(ids):], skip_special_tokens=True)
 
 
 class Served(Speaker):

@@ -4,7 +4,7 @@ import shutil
 import threading
 
 import pytest
-from conftest import read_rows, run_script
+from conftest import dialogue, read_rows, refusal, run_script
 from parties import (
     RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, played, within)
 
@@ -15,7 +15,7 @@ from speakers.interface import Request, SpeakerError, Utterance
 from variants import best_of_n
 from variants.best_of_n import BestOfN, CriticChoice, GraderChoice
 
-REQUEST = Request([{"role": "user", "content": "x"}], task={"task_id": "t"}, key=("t", 0))
+REQUEST = Request(dialogue("x"), task={"task_id": "t"}, key=("t", 0))
 
 
 def pick_plus_signs(count):
@@ -58,25 +58,19 @@ def test_a_critic_chooses_every_message_and_sees_the_task_and_the_dialogue():
     assert dialogues == tuple(request.messages for request in agent.asked)
 
 
-@pytest.mark.parametrize("advantages, index", [
-    ([0.5, 0.2, 0.5], 0), ([-0.5, -0.2, -0.9], 1), (None, 0)])
-def test_the_greatest_advantage_wins_the_first_of_equals_and_too_long_a_state_has_none(
-        advantages, index):
-    texts, critic = ["a", "b", "c"], Critic()
+@pytest.mark.parametrize("texts, advantages, index", [
+    ("abc", [0.5, 0.2, 0.5], 0),  # the first of equals
+    ("abc", [-0.5, -0.2, -0.9], 1),
+    ("abc", None, 0),  # of a state that is too long
+    ([" \n", "b"], [9.0, -1.0], 1),  # an empty message wins only where all are empty
+    (["", " "], [9.0, -1.0], 0),
+])
+def test_the_greatest_advantage_of_what_says_something_wins(texts, advantages, index):
+    critic, agent = Critic(), Served(None)
     critic.advantages = lambda *_: advantages
-    agent = Served(None)
     agent.reply_to = lambda request: [Utterance(text, True) for text in texts]
-    assert BestOfN(agent, CriticChoice(critic), 3).reply(REQUEST) == [Utterance(texts[index], True)]
-
-
-def test_an_empty_message_wins_only_where_all_are_empty():
-    critic = Critic()
-    critic.advantages = lambda *_: [9.0, -1.0]
-    agent = Served(None)
-    agent.reply_to = lambda request: [Utterance(" \n", True), Utterance("b", True)]
-    assert BestOfN(agent, CriticChoice(critic), 2).reply(REQUEST)[0].text == "b"
-    agent.reply_to = lambda request: [Utterance("", True), Utterance(" ", True)]
-    assert BestOfN(agent, CriticChoice(critic), 2).reply(REQUEST)[0].text == ""
+    best = BestOfN(agent, CriticChoice(critic), len(texts))
+    assert best.reply(REQUEST) == [Utterance(texts[index], True)]
 
 
 def test_a_critic_and_a_local_agent_compute_in_one_thread_in_batches():
@@ -177,6 +171,5 @@ def test_a_grader_that_was_trained_again_is_another_one(tiny, tmp_path):
     flags = [*FLAGS, "--agent", tiny(), "--n", 2, "--critic", f"grader:{grader}"]
     run_script("variants/best_of_n.py", *flags, "--output", tmp_path / "e.jsonl")
     (grader / "run.json").write_text('{"flags": {"seed": 1}, "inputs": {}}')
-    done = run_script("variants/best_of_n.py", *flags, "--output", tmp_path / "e.jsonl",
-                      check=False)
-    assert f"differs in {grader}/run.json" in done.stderr
+    said = refusal("variants/best_of_n.py", *flags, "--output", tmp_path / "e.jsonl")
+    assert f"differs in {grader}/run.json" in said

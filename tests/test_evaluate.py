@@ -7,7 +7,7 @@ import math
 import conftest
 import numpy
 import pytest
-from conftest import write_rows
+from conftest import dialogue, write_rows
 
 import evaluate
 from formats.policies import read_policies
@@ -23,6 +23,11 @@ def draws(runs, tasks, count=2000):
 
 def episode(task, sample=0, reward=1.0, **more):
     return conftest.episode(f"t{task}", reward, sample, ("p", "one two"), **more)
+
+
+def outcomes(solved, tasks, **more):
+    """An episode of each task, of which the first ones are solved."""
+    return [episode(task, reward=float(task < solved), **more) for task in range(tasks)]
 
 
 def failed(task, reason):
@@ -128,7 +133,7 @@ def test_sign_test_stays_exact_for_thousands_of_tasks():
 
 
 def test_every_policy_is_compared_with_the_first_on_success_and_reward(tmp_path):
-    rows = [episode(task) for task in range(3)]
+    rows = outcomes(3, 3)
     pairs = evaluated(tmp_path, a=rows, b=rows, c=rows)["comparisons"]
     assert [(pair["policy"], pair["against"], pair["metric"]) for pair in pairs] == [
         ("b", "a", "success"), ("b", "a", "reward"), ("c", "a", "success"), ("c", "a", "reward")]
@@ -164,16 +169,13 @@ def test_the_interval_of_a_win_rate_covers_other_seeds():
 
 @pytest.mark.parametrize("tasks, settled", [(2, False), (5, False), (9, True)])
 def test_few_tasks_settle_nothing_however_clear_they_are(tmp_path, tasks, settled):
-    results = evaluated(tmp_path, a=[episode(task) for task in range(tasks)],
-                        b=[episode(task, reward=0.0) for task in range(tasks)])
-    (lead,) = results["leads"]
+    (lead,) = evaluated(tmp_path, a=outcomes(tasks, tasks), b=outcomes(0, tasks))["leads"]
     assert (lead["policy"], lead["against"], lead["settled"]) == ("a", "b", settled)
     assert lead["difference"]["low"] < 1 == lead["difference"]["value"]
 
 
 def test_policies_that_tie_on_every_task_still_have_an_interval(tmp_path):
-    rows = [episode(task) for task in range(4)]
-    (lead,) = evaluated(tmp_path, a=rows, b=rows)["leads"]
+    (lead,) = evaluated(tmp_path, a=outcomes(4, 4), b=outcomes(4, 4))["leads"]
     ends = [lead["difference"][key] for key in ("low", "value", "high")]
     assert ends == pytest.approx([-0.4899, 0, 0.4899], abs=1e-4) and not lead["settled"]
 
@@ -200,8 +202,8 @@ def test_samples_of_a_task_are_averaged_before_tasks(tmp_path):
 
 
 def test_words_are_those_that_the_agent_wrote_its_thoughts_included(tmp_path):
-    history = [{"role": "user", "content": "a b c d"},
-               {"role": "assistant", "content": "one two", "output": "<think>so</think> one two"}]
+    history = dialogue("a b c d", "one two")
+    history[1]["output"] = "<think>so</think> one two"
     row = episode(0, dialogue_history=history)
     assert numbers_of(tmp_path, rows=[row])["words"]["value"] == 3
 
@@ -226,14 +228,13 @@ def test_success_without_leaks_omits_leaking_episodes(tmp_path):
 @pytest.mark.parametrize("text, lacks", [
     ("What now?", 1.0), ("I WANT TO ANSWER:\n  ", 1.0), ("I WANT TO ANSWER: def f", 0.0)])
 def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
-    history = [{"role": "user", "content": "p"}, {"role": "assistant", "content": text}]
-    row = episode(0, reward=0.0, dialogue_history=history)
+    row = episode(0, reward=0.0, dialogue_history=dialogue("p", text))
     assert numbers_of(tmp_path, rows=[row])["no_answer"]["value"] == lacks
 
 
 def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path, capsys):
-    history = [{"role": "user", "content": "p"}, {"role": "tool", "content": "seven words are not"},
-               {"role": "assistant", "content": "one two"}, {"role": "assistant", "content": "x"}]
+    history = dialogue("p", "one two", "seven words are not", "x")
+    history[2]["role"] = "tool"
     policies = {name: [episode(task, reward=reward, domain="logged", dialogue_history=history)
                        for task in range(8)]
                 for name, reward in (("a", -3.0), ("b", 40.0))}
@@ -254,10 +255,14 @@ def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path,
 # Policies
 
 
+def seeds(folder, name, tasks, *solved):
+    """NAME=FILE for each seed, with so many solved tasks."""
+    return [f"{name}=" + str(write_rows(folder / f"{name}{count}.jsonl", outcomes(count, tasks)))
+            for count in solved]
+
+
 def test_a_name_given_again_is_another_seed(tmp_path):
-    files = [write_rows(tmp_path / f"s{seed}.jsonl", [episode(0, reward=float(seed))])
-             for seed in (0, 1)]
-    results = evaluated(tmp_path, *(f"p={file}" for file in files))
+    results = evaluated(tmp_path, *seeds(tmp_path, "p", 1, 0, 1))
     policy = results["policies"]["p"]
     assert policy["seeds"] == 2
     assert policy["numbers"]["success"] == {"value": 0.5, "low": 0.0, "high": 1.0}
@@ -265,12 +270,8 @@ def test_a_name_given_again_is_another_seed(tmp_path):
 
 
 def test_an_interval_does_not_depend_on_the_other_policies(tmp_path):
-    def seeds(name, *solved):
-        return [f"{name}=" + str(write_rows(
-            tmp_path / f"{name}{count}.jsonl",
-            [episode(task, reward=float(task < count)) for task in range(20)])) for count in solved]
-
-    ours, theirs, third = seeds("ours", 6, 14), seeds("theirs", 8, 10), seeds("third", 2, 18)
+    ours, theirs, third = (seeds(tmp_path, name, 20, *solved) for name, *solved in (
+        ("ours", 6, 14), ("theirs", 8, 10), ("third", 2, 18)))
     two = evaluated(tmp_path, *theirs, *ours)
     three = evaluated(tmp_path, *theirs, *third, *ours)
     assert two["policies"]["ours"] == three["policies"]["ours"]
@@ -293,7 +294,7 @@ def test_a_file_without_a_name_is_refused(spec):
 
 def test_other_tasks_are_refused_and_named(tmp_path):
     with pytest.raises(SystemExit, match=r"of 3 in all: a 3, b 1 \(not .*: t1, t2\)"):
-        evaluated(tmp_path, a=[episode(task) for task in range(3)], b=[episode(0)])
+        evaluated(tmp_path, a=outcomes(3, 3), b=[episode(0)])
 
 
 @pytest.mark.parametrize("key, other", [
@@ -320,9 +321,8 @@ def test_domains_never_mix(tmp_path):
 
 
 def test_best_policy_is_compared_with_each_other_the_next_best_first(tmp_path, capsys):
-    policies = {name: [episode(task, reward=float(task < solved)) for task in range(40)]
-                for name, solved in (("low", 2), ("best", 38), ("middle", 36))}
-    leads = evaluated(tmp_path, **policies)["leads"]
+    leads = evaluated(tmp_path, low=outcomes(2, 40), best=outcomes(38, 40),
+                      middle=outcomes(36, 40))["leads"]
     assert [(lead["policy"], lead["against"]) for lead in leads] == [("best", "middle"),
                                                                      ("best", "low")]
     first, second, *_ = capsys.readouterr().out.splitlines()
@@ -341,8 +341,7 @@ def test_a_policy_that_is_level_is_not_said_to_be_led(tmp_path, capsys):
 
 
 def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):
-    evaluated(tmp_path, a=[episode(task) for task in range(9)],
-              b=[episode(task, reward=0.0) for task in range(9)])
+    evaluated(tmp_path, a=outcomes(9, 9), b=outcomes(0, 9))
     assert capsys.readouterr().out.startswith(
         "a wins: a solves 100.0 % [70.1, 100.0] of the tasks, 100.0 points [40.2, 100.0] more than"
         " b, the next best.\n")
@@ -350,9 +349,8 @@ def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):
 
 def test_a_policy_that_is_behind_on_the_tasks_that_both_finished_never_wins(tmp_path, capsys):
     errors = [failed(task, "gone") for task in range(50, 150)]
-    lucky = [episode(task, reward=float(task < 30)) for task in range(50)] + errors
-    other = [episode(task, reward=float(task < 50)) for task in range(150)]
-    (lead,) = evaluated(tmp_path, lucky=lucky, other=other)["leads"]
+    lucky = outcomes(30, 50) + errors
+    (lead,) = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150))["leads"]
     assert (lead["policy"], lead["tasks"], lead["settled"]) == ("lucky", 50, True)
     assert lead["difference"]["value"] == pytest.approx(-0.4)
     first = capsys.readouterr().out.splitlines()[0]
@@ -361,20 +359,17 @@ def test_a_policy_that_is_behind_on_the_tasks_that_both_finished_never_wins(tmp_
 
 
 def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, capsys):
-    policies = {name: [episode(task, human=human) for task in range(3)]
-                for name, human in (("a", "llama"), ("b", "llama"), ("c", "qwen"), ("d", None))}
-    c = policies.pop("c")
+    policies = {name: outcomes(3, 3, human=human)
+                for name, human in (("a", "llama"), ("b", "llama"), ("d", None))}
     evaluated(tmp_path, **policies)
     assert "different humans" not in capsys.readouterr().out
-    evaluated(tmp_path, **policies, c=c)
+    evaluated(tmp_path, **policies, c=outcomes(3, 3, human="qwen"))
     assert "held with different humans (llama, qwen), so" in capsys.readouterr().out
 
 
 def test_policies_that_mostly_give_no_answer_are_named(tmp_path, capsys):
-    answers = [{"role": "user", "content": "p"},
-               {"role": "assistant", "content": "I WANT TO ANSWER: x"}]
-    evaluated(tmp_path, asks=[episode(task, reward=0.0) for task in range(4)],
-              answers=[episode(task, reward=0.0, dialogue_history=answers) for task in range(4)])
+    answer = dialogue("p", "I WANT TO ANSWER: x")
+    evaluated(tmp_path, asks=outcomes(0, 4), answers=outcomes(0, 4, dialogue_history=answer))
     said = capsys.readouterr().out
     assert "More than half of the episodes end without an answer (asks 100 %): success" in said
 
@@ -394,7 +389,7 @@ def test_all_errors_still_give_a_table_but_no_share_and_no_exit_status_0(tmp_pat
 def test_the_verdict_counts_dialogues_that_an_error_stopped_and_names_the_commonest(
         tmp_path, capsys):
     rows = [failed(0, "rare"), failed(1, "common"), failed(2, "common"), episode(3)]
-    results = evaluated(tmp_path, p=rows, q=[episode(task) for task in range(4)])
+    results = evaluated(tmp_path, p=rows, q=outcomes(4, 4))
     assert results["policies"]["p"]["errors"] == {"rare": 1, "common": 2}
     assert ("An error stopped 3 of 4 dialogues of p, which count nowhere else; the most frequent:"
             " common\n") in capsys.readouterr().out
@@ -425,7 +420,7 @@ def test_the_table_has_a_line_for_each_policy_and_no_column_that_is_zero_for_all
 
 def test_the_main_number_is_shown_even_if_it_is_zero_for_every_policy(tmp_path):
     for domain, heading in (("backend", "Success %"), ("frontend", "Similarity × 100")):
-        rows = [episode(task, reward=0.0, domain=domain) for task in range(2)]
+        rows = outcomes(0, 2, domain=domain)
         assert heading in policy_table(evaluated(tmp_path, p=rows))[0]
 
 

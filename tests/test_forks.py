@@ -6,12 +6,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
 import pytest
 from chat_server import running
 from conftest import (
-    ROOT, dialogue, metrics, ranked_state, read_rows, write_episodes, write_rows)
+    ROOT, dialogue, metrics, ranked_state, read_rows, run_python, write_episodes, write_rows)
 
 from formats.read import read_candidates
 
@@ -42,9 +41,11 @@ def fork(tmp_path):
 
 
 def run(command, folder, *more):
-    words = [sys.executable, *shlex.split(command)[1:], *more]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_python(*shlex.split(command)[1:], *more, folder=folder, PYTHONPATH="")
+
+
+def run_code(code, folder):
+    return run_python("-c", code, folder=folder, PYTHONPATH="")
 
 
 def write_ranked(path):
@@ -74,9 +75,7 @@ roots, critic.normalise = advantages(), "none"
 for whole, root, ids in zip(advantages(), roots, critic.tokenizer(texts)["input_ids"]):
     print((whole / root) ** 2, len(ids) + 1)  # with the token that ends a turn
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
-                          check=True)
-    for line in done.stdout.splitlines():
+    for line in run_code(code, folder).splitlines():
         square, length = map(float, line.split())
         assert square == pytest.approx(length, rel=1e-3) and length > 2
 
@@ -142,9 +141,7 @@ def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
     run(FORKS["gap_pairing"], folder)
     code = ("import random; from train_policy import make_pairs; advantages = [0, 1, 2, 9]; "
             "print(sorted(make_pairs(list('abcd'), advantages, 'gap', 99, random.Random(0))))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
-                          check=True)
-    assert done.stdout.strip() == "[(3, 0), (3, 1), (3, 2)]"
+    assert run_code(code, folder).strip() == "[(3, 0), (3, 1), (3, 2)]"
 
 
 def test_the_lying_human_denies_a_wish_that_it_has(fork):
@@ -185,5 +182,4 @@ def test_queries_are_graded_by_their_rows(fork):
             "with DOMAINS['sql'].open_judge() as judge:\n"
             "    print([judge.grade(task, task['ground_truth']).reward for task in tasks],\n"
             "          judge.grade(tasks[0], 'SELECT id FROM orders').reward)\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert done.stdout.split("\n")[0].startswith("[1.0, 1.0] 0.3"), done.stdout + done.stderr
+    assert run_code(code, folder).startswith("[1.0, 1.0] 0.3")

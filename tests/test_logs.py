@@ -1,17 +1,14 @@
 """Logs in, pairs and advantages out: the commands of docs/logs.md on made-up dialogues."""
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 from commands import record
 from conftest import (
-    ROOT, byte_tokenizer, dialogue, episode, ranked_state, read_rows, run_module, run_script,
-    write_rows)
+    ROOT, byte_tokenizer, dialogue, episode, ranked_state, read_rows, refusal, run_python,
+    run_script, write_rows)
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_candidates, read_episodes, read_tasks
@@ -21,8 +18,7 @@ PAGE = (ROOT / "docs/logs.md").read_text()
 
 
 def log_line(**fields):
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "which?"}]
-    return {"messages": messages, "reward": 1.0} | fields
+    return {"messages": dialogue("hi", "which?"), "reward": 1.0} | fields
 
 
 def made_up_logs(path):
@@ -36,22 +32,20 @@ def made_up_logs(path):
             "reward": 1.0 if asks else draw.choice([0.0, 0.5]),
             "messages": [
                 {"role": "system", "content": "You help customers."},
-                {"role": "user", "content": f"Order {index // 4} is lost"},
-                {"role": "assistant", "content": question},
-                {"role": "user", "content": "Hm"},
-                {"role": "assistant", "content": "It comes tomorrow."}]})
+                *dialogue(f"Order {index // 4} is lost", question, "Hm", "It comes tomorrow.")]})
     return write_rows(path, lines)
 
 
-def import_logs(path, check=True):
-    return run_script("colbench.py", "import", path, "--output", f"{path}.episodes", check=check)
+def import_of(folder, *lines):
+    """The words that import a log of these lines."""
+    path = write_rows(folder / "log", lines)
+    return "colbench.py", "import", path, "--output", f"{path}.episodes"
 
 
 def imported(folder, *lines):
-    """The episodes that a log of these lines becomes."""
-    path = write_rows(folder / "log", lines)
-    import_logs(path)
-    return read_episodes(f"{path}.episodes")
+    """(the episodes that a log of these lines becomes, what is said of them)"""
+    done = run_script(*import_of(folder, *lines))
+    return read_episodes(folder / "log.episodes"), done.stdout
 
 
 def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
@@ -65,12 +59,9 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
             words[0] = str(ROOT / words[0])
         if "--agent" in words:
             words += ["--max_new_tokens", "8", "--num_candidates", "4"]
-        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True,
-                              text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "<html" in (tmp_path / "report.html").read_text()
+        run_python(*words, folder=tmp_path)
     assert all(part in (tmp_path / "report.html").read_text() for part in (
-        "held-out pairs of dialogues", "Which turns helped", "Known afterwards"))
+        "<html", "held-out pairs of dialogues", "Which turns helped", "Known afterwards"))
     monkeypatch.chdir(tmp_path)
     held_out = held_out_tasks("critic")
     assert len(held_out) == 1  # a twentieth of ten tasks, rounded up
@@ -80,12 +71,12 @@ def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
     assert all(chosen > rejected for chosen, rejected in (pair["advantages"] for pair in pairs))
     assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
     assert pairs[0]["chosen"][0]["role"] == pairs[0]["rejected"][0]["role"] == "assistant"
-    run_python(python_of_page("train_critic", f"""
+    run_python("-c", python_of_page("train_critic", f"""
 task = {read_episodes(tmp_path / "episodes.jsonl")[0]["task"]!r}
 messages = [{{"role": "user", "content": "x"}}]
 values = reward(task, messages, ["Which number?", "no"])
 assert len(values) == 2 and values[0] != values[1]
-"""), tmp_path)
+"""), folder=tmp_path)
 
 
 def python_of_page(word, more=""):
@@ -95,12 +86,6 @@ def python_of_page(word, more=""):
     return next(block for block in blocks if word in block) + more
 
 
-def run_python(code, folder):
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_trl_takes_the_exported_pairs(tmp_path):
     """Two steps of its DPOTrainer on toy/base, as docs/interchange.md has them."""
     pytest.importorskip("trl", reason="trl is not installed; pip install trl==1.16.0")
@@ -108,17 +93,17 @@ def test_trl_takes_the_exported_pairs(tmp_path):
     ranked = write_rows(tmp_path / "ranked.jsonl", [
         ranked_state(dict(zip(texts, (0.3, -0.1, 0.0), strict=True)), dialogue("hi"), turn=turn,
                      finished=[True, True, False]) for turn in range(8)])
-    run_module("report", "pairs", ranked, "--output", tmp_path / "pairs.jsonl")
+    run_python("-m", "report", "pairs", ranked, "--output", tmp_path / "pairs.jsonl")
     code = python_of_page("from trl", "assert trainer.state.global_step == 2")
     code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", str(ROOT / "toy/base"))
     code = code.replace("num_train_epochs=1", "max_steps=2, use_cpu=True, bf16=False")
-    run_python(code, tmp_path)
+    run_python("-c", code, folder=tmp_path)
 
 
 def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_path):
     messages = [{"role": role, "content": role[0] * 2} for role in (
         "system", "user", "assistant", "assistant", "tool", "assistant")]
-    episode, = imported(tmp_path, log_line(messages=messages, reward=-2.5, task=7))
+    (episode,), _ = imported(tmp_path, log_line(messages=messages, reward=-2.5, task=7))
     assert episode["agent_prompt"] == "ss" and episode["turns"] == 3
     assert [m["role"] for m in episode["dialogue_history"]] == [m["role"] for m in messages[1:]]
     assert (episode["reward"], episode["success"]) == (-2.5, None)
@@ -126,28 +111,26 @@ def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_p
 
 
 def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_dropped(tmp_path):
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "yes", "output": "another text"}]
-    episode, = imported(tmp_path, log_line(messages=messages))
+    messages = [{"role": "developer", "content": "Be brief."}, *dialogue("hi", "yes")]
+    messages[2]["output"] = "another text"
+    (episode,), _ = imported(tmp_path, log_line(messages=messages))
     assert episode["agent_prompt"] == "Be brief."
     assert [message["content"] for message in agent_view(episode)[0]] == ["Be brief.", "hi", "yes"]
 
 
 def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
-    episodes = imported(tmp_path, log_line(task="a", ground_truth="x"),
-                        log_line(task="a", ground_truth="y", reward=0.0))
+    episodes, _ = imported(tmp_path, log_line(task="a", ground_truth="x"),
+                           log_line(task="a", ground_truth="y", reward=0.0))
     assert [episode["sample"] for episode in episodes] == [0, 1]
     assert [episode["task"]["ground_truth"] for episode in episodes] == ["x", "y"]
 
 
 def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
-    numbers = [1, None, None, 0]
-    path = write_rows(tmp_path / "log", [log_line(task="a", sample=n) for n in numbers[:3]])
-    import_logs(path)
-    assert [episode["sample"] for episode in read_episodes(f"{path}.episodes")] == [1, 2, 3]
-    write_rows(path, [log_line(task="a", sample=n) for n in numbers[1:]])
-    assert "line 3: found sample 0 of task 'a' a second time" in import_logs(
-        path, check=False).stderr
+    first, *more = (log_line(task="a", sample=number) for number in (1, None, None, 0))
+    episodes, _ = imported(tmp_path, first, *more[:2])
+    assert [episode["sample"] for episode in episodes] == [1, 2, 3]
+    said = refusal(*import_of(tmp_path, *more))
+    assert "line 3: found sample 0 of task 'a' a second time" in said
 
 
 @pytest.mark.parametrize("kind", ["the log", "other episodes", "a directory", "its own output"])
@@ -170,16 +153,14 @@ def test_import_replaces_nothing_but_what_it_writes_itself(tmp_path, kind):
 
 
 def test_what_import_does_not_use_is_told(tmp_path):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"},
-                {"role": "asistant", "content": "b"}]
-    path = write_rows(tmp_path / "log", [log_line(messages=messages, groundtruth="x"),
-                                         log_line(ground_truth="known")])
-    printed = import_logs(path).stdout
-    assert "Keys that are ignored: groundtruth" in printed
-    assert "no turns of the agent: asistant (1)" in printed
-    assert "Dialogues without ground_truth: 1 of 2" in printed
-    path = write_rows(tmp_path / "sound", [log_line(ground_truth="known")])
-    assert not re.search("ignored|roles|without ground_truth", import_logs(path).stdout)
+    messages = [*dialogue("q", "a"), {"role": "asistant", "content": "b"}]
+    _, said = imported(tmp_path, log_line(messages=messages, groundtruth="x"),
+                       log_line(ground_truth="known"))
+    assert "Keys that are ignored: groundtruth" in said
+    assert "no turns of the agent: asistant (1)" in said
+    assert "Dialogues without ground_truth: 1 of 2" in said
+    _, said = imported(tmp_path / "sound", log_line(ground_truth="known"))
+    assert not re.search("ignored|roles|without ground_truth", said)
 
 
 def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
@@ -190,8 +171,8 @@ def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
 
 
 def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
-    path = write_rows(tmp_path / "log", [log_line(task=name) for name in "abc"])
-    assert "nothing can be compared" in import_logs(path).stdout
+    _, said = imported(tmp_path, *(log_line(task=name) for name in "abc"))
+    assert "nothing can be compared" in said
 
 
 @pytest.mark.parametrize("line, found", [
@@ -210,29 +191,26 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
 ])
 def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_written(
         line, found, tmp_path):
-    path = write_rows(tmp_path / "log", [log_line(), line])
-    done = import_logs(path, check=False)
-    assert done.returncode and "line 2: found" in done.stderr and found in done.stderr
-    assert "expected at least {" in done.stderr
+    said = refusal(*import_of(tmp_path, log_line(), line))
+    assert "line 2: found" in said and found in said and "expected at least {" in said
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log"]
 
 
 def test_all_lines_that_do_not_fit_are_named_at_once(tmp_path):
-    path = write_rows(tmp_path / "log", [log_line(reward="a"), log_line(), log_line(reward="b")])
-    lines = import_logs(path, check=False).stderr.splitlines()
+    said = refusal(*import_of(tmp_path, *(log_line(reward=reward) for reward in ("a", 1, "b"))))
+    lines = said.splitlines()
     assert ["line 1" in lines[0], "line 3" in lines[1], len(lines)] == [True, True, 3]
 
 
 def test_dialogues_that_repeat_an_earlier_one_are_kept_and_counted(tmp_path):
-    path = write_rows(tmp_path / "log", [log_line(), log_line(reward=0.0), log_line()])
-    assert "count as often: 1" in import_logs(path).stdout
-    assert len(read_episodes(f"{path}.episodes")) == 3
+    episodes, said = imported(tmp_path, log_line(), log_line(reward=0.0), log_line())
+    assert "count as often: 1" in said and len(episodes) == 3
 
 
 def test_a_content_of_several_texts_is_one_text(tmp_path):
     parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
     messages = [{"role": "user", "content": parts}, *log_line()["messages"][1:]]
-    episode, = imported(tmp_path, log_line(messages=messages))
+    (episode,), _ = imported(tmp_path, log_line(messages=messages))
     assert episode["dialogue_history"][0]["content"] == "hi\nthere"
 
 
@@ -242,7 +220,7 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
             "function": {"name": "find", "arguments": json.dumps(arguments)}}
     answer = [{"role": "tool", "content": "late", "tool_call_id": "1"},
               {"role": "assistant", "content": "It comes tomorrow."}]
-    silent, speaking = imported(tmp_path, *(
+    (silent, speaking), _ = imported(tmp_path, *(
         log_line(messages=[{"role": "user", "content": "lost"},
                            {"role": "assistant", "content": content, "tool_calls": [call]},
                            *answer]) for content in (None, "I look.")))
@@ -255,18 +233,17 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
 @pytest.mark.parametrize("arguments, written", [("", "{}"), ("{'a': 1}", '"{\'a\': 1}"')])
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
     call = {"function": {"name": "find", "arguments": arguments}}
-    episode, = imported(tmp_path, log_line(messages=[
-        {"role": "user", "content": "lost"},
-        {"role": "assistant", "content": None, "tool_calls": [call]}]))
+    messages = dialogue("lost", None)
+    messages[1]["tool_calls"] = [call]
+    (episode,), _ = imported(tmp_path, log_line(messages=messages))
     assert f'"arguments": {written}}}' in episode["dialogue_history"][1]["content"]
 
 
 @pytest.mark.parametrize("text", ["", '{"messages": ['])
 def test_an_empty_file_and_half_a_line_are_sentences(text, tmp_path):
-    path = tmp_path / "log"
-    path.write_text(text)
-    done = import_logs(path, check=False)
-    assert "found" in done.stderr and "Traceback" not in done.stderr
+    words = import_of(tmp_path)
+    (tmp_path / "log").write_text(text)
+    assert "found" in refusal(*words)
 
 
 def test_a_message_that_the_template_cannot_render_is_named_with_the_template_s_own_words():

@@ -62,20 +62,18 @@ def test_values_and_gradients_are_those_of_the_plain_function(family, tied):
         assert (gradient - other_gradient).norm() < 1e-4 * gradient.norm()
 
 
-def test_packs_over_the_limit_are_split_with_equal_values(monkeypatch):
+FOUR_ROWS = candidate_rows("t", ["what is it?", "x", "tell me more about that", "I want"])
+
+
+@pytest.mark.parametrize("limit, value, rows, atol, rtol", [
+    ("PACK_TOKENS", 60, FOUR_ROWS, 1e-4, 1e-5),
+    ("LOGITS_AT_ONCE", 3, random_rows(0), 1e-5, 1e-6)])
+def test_packs_and_logits_in_parts_have_equal_values(monkeypatch, limit, value, rows, atol, rtol):
     model = tiny_model(TOKENIZER)
-    rows = candidate_rows("t", ["what is it?", "x", "tell me more about that", "I want"])
     whole, _ = packed.turn_logprobs(model, rows)
-    monkeypatch.setattr(packed, "PACK_TOKENS", 60)
-    assert 1 < len(packed.pack_rows(rows, 60)) < len(rows)
-    torch.testing.assert_close(packed.turn_logprobs(model, rows)[0], whole, atol=1e-4, rtol=1e-5)
-
-
-def test_logits_in_parts_are_logits_at_once(monkeypatch):
-    model, rows = tiny_model(TOKENIZER), random_rows(0)
-    whole, _ = packed.turn_logprobs(model, rows)
-    monkeypatch.setattr(packed, "LOGITS_AT_ONCE", 3)
-    torch.testing.assert_close(packed.turn_logprobs(model, rows)[0], whole, atol=1e-5, rtol=1e-6)
+    monkeypatch.setattr(packed, limit, value)
+    torch.testing.assert_close(packed.turn_logprobs(model, rows)[0], whole, atol=atol, rtol=rtol)
+    assert 1 < len(packed.pack_rows(FOUR_ROWS, 60)) < len(FOUR_ROWS)
 
 
 def shapes_computed(model, rows):
@@ -92,21 +90,12 @@ def shapes_computed(model, rows):
 
 
 def test_a_shared_prompt_and_an_equal_row_are_computed_once_and_logits_of_turns_alone():
-    rows = candidate_rows("t", ["what is it?", "x", "tell me more about that", "I want"])
-    prompt = rows[0].turn_index.index(0)
-    own = sum(len(row.ids) - prompt for row in rows)
-    assert shapes_computed(tiny_model(TOKENIZER), [*rows, rows[0]]) == (
+    prompt = FOUR_ROWS[0].turn_index.index(0)
+    own = sum(len(row.ids) - prompt for row in FOUR_ROWS)
+    assert shapes_computed(tiny_model(TOKENIZER), [*FOUR_ROWS, FOUR_ROWS[0]]) == (
         [(1, prompt + own)], [(1, own)])
-    longest = max(len(row.ids) for row in rows)
-    assert shapes_computed(tiny_model(TOKENIZER, "mistral"), rows)[0] == [(4, longest)]
-
-
-def test_no_candidate_sees_another():
-    model = tiny_model(TOKENIZER)
-    rows = candidate_rows("t", ["what is it?", "some words"])
-    others = candidate_rows("t", ["what is it?", "quite another end"])
-    one, two = (packed.turn_logprobs(model, pair)[0][0] for pair in (rows, others))
-    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-6)
+    longest = max(len(row.ids) for row in FOUR_ROWS)
+    assert shapes_computed(tiny_model(TOKENIZER, "mistral"), FOUR_ROWS)[0] == [(4, longest)]
 
 
 def test_turns_of_one_token_share_their_prompt_as_whole_turns_do():

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from chat_server import running
 from commands import check_command, record
-from conftest import ROOT, metrics, run_module, run_script
+from conftest import ROOT, metrics, run_python, run_script
 
 from formats.read import read_candidates
 from toy.world import SCRIPTED, toy_tasks
@@ -77,10 +77,8 @@ def short_run(recipe, domain, folder):
     with running(scripted_human(domain), models=["human"]) as server:
         for words in run_recipe(f"{recipe}.sh", folder, SHORT="1", HUMAN_URL=server.url,
                                 OUT=str(folder)):
-            if words[0] == "-m":
-                run_module(*words[1:])
-            else:
-                run_script(*words)
+            run = run_python if words[0] == "-m" else run_script
+            run(*words)
     assert server.seen_models == {"human"}
     return json.loads((folder / "test/results.json").read_text())
 

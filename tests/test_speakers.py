@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 from conftest import TEMPLATES, UNNESTED, byte_tokenizer, tiny_model
-from parties import ask_all
+from parties import ask_all, slow_text
 
 import speakers.local
 from colbench import without_thoughts
@@ -75,17 +75,8 @@ def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own():
     sampler = speaker(max_new_tokens=12)
     ids = encode_prompt(sampler.tokenizer, CONVERSATIONS[0])
     utterances = ask_all(sampler, [CONVERSATIONS[0]], n=2, seeds=[5])[0]
-    uniform = uniform_numbers([5], 2, 12)
-    for sample in range(2):
-        longer = torch.tensor([ids])
-        for step in range(12):  # reads the whole prefix again for each token
-            logits = sampler.model(longer).logits[:, -1]
-            token = pick_tokens(logits, uniform[[sample], step], 1.0)
-            longer = torch.cat([longer, token[:, None]], 1)
-            if token.item() in sampler.stops:
-                break
-        text = sampler.tokenizer.decode(longer[0, len(ids):], skip_special_tokens=True)
-        assert utterances[sample].text == text
+    for utterance, uniform in zip(utterances, uniform_numbers([5], 2, 12), strict=True):
+        assert utterance.text == slow_text(sampler, sampler.tokenizer, ids, uniform)
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text"))

@@ -1,11 +1,10 @@
 """What the tree promises: import direction, narrow doors, tagged equations, short lines."""
 
 import ast
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 # A room may import from those before it and from itself; judge/ is where it begins. No script
 # imports another, see SCRIPTS
@@ -107,9 +106,7 @@ def test_the_sandbox_and_the_browser_need_the_standard_library_alone(name):
 ])
 def test_what_needs_no_model_loads_no_library_of_models(code, heavy):
     code += f"; import sys; print(*{heavy} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True,
-                          text=True)
-    assert done.stdout.split() == []
+    assert run_python("-c", code).split() == []
 
 
 @pytest.mark.parametrize("name", ["train_critic", "train_policy"])

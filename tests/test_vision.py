@@ -6,8 +6,9 @@ import types
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, dialogue, metrics, needs_chromium, png, run_script, training, weights,
+    byte_tokenizer, dialogue, metrics, needs_chromium, png, refusal, run_script, training, weights,
     write_rows)
+from parties import slow_text
 
 import variants.sight
 from collect import states_of
@@ -18,7 +19,7 @@ from runtime.models import load_model
 from runtime.processes import Process
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
-from speakers.local import encode_prompt, pick_tokens, uniform_numbers
+from speakers.local import encode_prompt, uniform_numbers
 from speakers.vision import VisionSpeaker, load_processor, picture_inputs
 from toy.frontend import page_of
 from toy.world import toy_tasks
@@ -116,19 +117,10 @@ def test_conversations_answered_together_are_answered_as_one_by_one(tiny_vision,
 
 def test_text_alone_is_answered_as_a_text_model_would(tiny_vision):
     speaker = vision_speaker(tiny_vision, 16, temperature=1.0)
-    tokenizer = speaker.processor.tokenizer
-    messages = [{"role": "user", "content": "what is it?"}]
-    ids = torch.tensor([encode_prompt(tokenizer, messages)])
-    uniform = uniform_numbers([3], 1, 16)
-    for step in range(16):
-        logits = speaker.model(input_ids=ids).logits[:, -1]
-        token = pick_tokens(logits, uniform[:, step], 1.0)
-        if token.item() in speaker.stops:
-            break
-        ids = torch.cat([ids, token[None]], 1)
-    expected = tokenizer.decode(ids[0], skip_special_tokens=True)
-    text = speaker.reply(Request(messages, 1, 3))[0].text
-    assert expected.endswith(text)
+    tokenizer, messages = speaker.processor.tokenizer, dialogue("what is it?")
+    expected = slow_text(speaker, tokenizer, encode_prompt(tokenizer, messages),
+                         uniform_numbers([3], 1, 16)[0])
+    assert speaker.reply(Request(messages, 1, 3))[0].text == expected
 
 
 def test_a_spelt_out_picture_token_is_only_removed(tiny_vision):
@@ -142,10 +134,8 @@ def test_a_text_model_as_human_of_pages_is_refused_before_anything_is_played(tin
     with pytest.raises(SystemExit, match=message):
         load_speaker(tiny(), "human", pictures=True)
     output = tmp_path / "episodes.jsonl"
-    done = run_script("collect.py", "--tasks", "toy:frontend:train", "--num_tasks", 1,
-                      "--agent", "scripted", "--human", tiny(), "--output", output, check=False)
-    assert done.returncode == 1
-    assert "text-only" in done.stderr and "Traceback" not in done.stderr
+    assert "text-only" in refusal("collect.py", "--tasks", "toy:frontend:train", "--num_tasks", 1,
+                                  "--agent", "scripted", "--human", tiny(), "--output", output)
     assert not output.exists()
 
 
@@ -164,7 +154,7 @@ def test_collect_plays_with_a_human_who_looks_at_pages(tiny_vision, tmp_path):
 # -----------------------------------------------------------------------------
 # The critic that sees the solution page
 
-MESSAGES = [{"role": "user", "content": "make a page ."}]
+MESSAGES = dialogue("make a page .")
 
 
 def page_task(index=0, **changes):
@@ -175,13 +165,11 @@ def page_task(index=0, **changes):
 
 def page_episode(task, words, reward):
     """A dialogue whose agent turns are `words`; the last one is cut at the token limit."""
-    history = [{"role": "user", "content": "make a page ."}]
-    for index, word in enumerate(words):
-        finished = index < len(words) - 1
-        history.append({"role": "assistant", "content": word, "finished": finished})
-        history.append({"role": "user", "content": "more <|image_pad|>"})
+    texts = [text for word in words for text in (word, "more <|image_pad|>")]
+    history = dialogue("make a page .", *texts[:-1])
+    history[-1]["finished"] = False
     return complete_episode({
-        "task": task, "dialogue_history": history[:-1], "reward": reward, "agent_prompt": "Draw."})
+        "task": task, "dialogue_history": history, "reward": reward, "agent_prompt": "Draw."})
 
 
 def save_critic(folder, tiny_vision, privileged):
@@ -300,6 +288,12 @@ def training_flags(episodes, model, output, *more):
                     "--max_length", 2000, "--holdout", 0.3, *more)
 
 
+def trained_weights(episodes, model, output, processes, *more):
+    run_script("variants/value_critic.py", *training_flags(episodes, model, output, *more),
+               processes=processes)
+    return weights(output)
+
+
 @pytest.fixture(scope="module")
 def page_episodes(tmp_path_factory):
     """Three tasks, each with three short dialogues: the words tell the outcome."""
@@ -327,11 +321,11 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
 @pytest.mark.slow
 def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
         page_episodes, tiny_vision, tmp_path):
-    for name, processes, more in (("one", 1, []), ("two", 2, ["--checkpointing_every", 1]),
-                                  ("micro", 1, ["--micro_batch_size", 3])):
-        flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 3, *more)
-        run_script("variants/value_critic.py", *flags, processes=processes)
-    one, *others = (weights(tmp_path / name) for name in ("one", "two", "micro"))
+    one, *others = (trained_weights(page_episodes, tiny_vision, tmp_path / name, processes,
+                                    "--max_steps", 3, *more)
+                    for name, processes, more in (("one", 1, []),
+                                                  ("two", 2, ["--checkpointing_every", 1]),
+                                                  ("micro", 1, ["--micro_batch_size", 3])))
     for other in others:
         for name, value in one.items():
             bound = torch.full_like(value, 1e-5)
@@ -346,36 +340,34 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
 @pytest.mark.slow
 def test_ranks_with_uneven_shares_of_pages_do_not_wait_for_each_other(
         page_episodes, tiny_vision, tmp_path):
-    for name, processes, more in (("one", 1, []), ("two", 2, ["--micro_batch_size", 2])):
-        flags = training_flags(page_episodes, tiny_vision, tmp_path / name, "--max_steps", 1,
-                               "--privileged", "none", "--batch_size", 3, *more)
-        run_script("variants/value_critic.py", *flags, processes=processes)
-    two = weights(tmp_path / "two")
-    for name, value in weights(tmp_path / "one").items():
+    flags = "--max_steps", 1, "--privileged", "none", "--batch_size", 3
+    one = trained_weights(page_episodes, tiny_vision, tmp_path / "one", 1, *flags)
+    two = trained_weights(page_episodes, tiny_vision, tmp_path / "two", 2, *flags,
+                          "--micro_batch_size", 2)
+    for name, value in one.items():
         assert torch.allclose(two[name], value, atol=5e-5), name
 
 
 def test_dialogues_of_logs_are_refused_by_a_critic_that_sees(tiny_vision):
     task = {"domain": "logged", "ground_truth": ""}
     with pytest.raises(SystemExit, match="found dialogues of your own logs, which have no pict"):
-        Reader(tiny_vision, "none", 2000).candidates(
-            task, [{"role": "user", "content": "x"}], ["y"], [True])
+        Reader(tiny_vision, "none", 2000).candidates(task, dialogue("x"), ["y"], [True])
 
 
 def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monkeypatch):
     monkeypatch.setenv("CHROMIUM", "/nowhere/chromium")
     sight = Sight(tiny_vision, "ground_truth")
     task = {"domain": "backend", "ground_truth": "def f(x): return 2 * x"}
-    inputs = sight.opening_reader(task, [{"role": "user", "content": "double a number"}])()
+    inputs = sight.opening_reader(task, dialogue("double a number"))()
     assert "return 2 * x" in sight.processor.tokenizer.decode(inputs["input_ids"][0])
 
 
 def test_what_a_critic_that_sees_is_shown_may_be_any_field_of_the_task(tiny_vision, monkeypatch):
-    monkeypatch.setattr(variants.sight, "critic_messages", lambda task, messages, privileged: [
-        {"role": "user", "content": task["hidden_information"]}])
+    monkeypatch.setattr(variants.sight, "critic_messages",
+                        lambda task, messages, privileged: dialogue(task["hidden_information"]))
     task = {"domain": "backend", "ground_truth": "x", "hidden_information": "doubles a number"}
     sight = Sight(tiny_vision, "ground_truth")
-    inputs = sight.opening_reader(task, [{"role": "user", "content": "Help."}])()
+    inputs = sight.opening_reader(task, dialogue("Help."))()
     assert "doubles a number" in sight.processor.tokenizer.decode(inputs["input_ids"][0])
 
 
