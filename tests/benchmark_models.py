@@ -13,7 +13,8 @@ import numpy
 import torch
 import torch.nn.functional as F
 from benchmark import Figures, Line, interleaved
-from conftest import ROOT, TEMPLATES
+from conftest import ROOT, chat_tokenizer
+from parties import HeldJudge, Served
 from transformers import (
     AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList)
 
@@ -22,9 +23,8 @@ import train_critic
 import train_policy
 from colbench import encode_candidates
 from fast import packed
-from judge.sandbox import Grade
 from runtime.seeds import derive_seed
-from speakers.interface import Request, Speaker, SpeakerSettings, Utterance
+from speakers.interface import Request, Speaker, SpeakerSettings
 from speakers.local import LocalSpeaker, encode_prompt, pick_tokens
 from speakers.pool import run
 
@@ -114,17 +114,13 @@ def with_packed(function, *arguments):
 def word_tokenizer(size):
     """One word, one token: texts of an exact length, and what is sampled reads back as it was."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     marks = ["<end>", "<bos>", "<start>", "<stop>", "system", "user", "assistant"]
     texts = marks + [f"w{index}" for index in range(size - len(marks))]
     vocabulary = {text: token for token, text in enumerate(texts)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    fast.add_special_tokens({"additional_special_tokens": marks[1:4]})
-    fast.chat_template = TEMPLATES["llama3"]
-    return fast
+    return chat_tokenizer(tokenizer, "llama3")
 
 
 class World(typing.NamedTuple):
@@ -370,6 +366,13 @@ def bench_scoring(world, quick, repeats):
     return [Line("score16_vs_full", setting, figures["ours"], figures["peer"], 7.5)]
 
 
+def token_logprobs(model, ids, turn_index):
+    """(log-probs of all tokens but the first, with the logits of every token; their turns)"""
+    ids = torch.tensor(ids)
+    logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[1:, None])[:, 0], torch.tensor(turn_index)[1:]
+
+
 def full_logprobs(model, row, spans):
     """Log-prob sums of a row's agent tokens, one for each (start, stop) span of tokens.
 
@@ -377,11 +380,9 @@ def full_logprobs(model, row, spans):
     """
     sums = []
     for start, stop in spans:
-        ids = torch.tensor(row.ids[:stop])
-        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        member = torch.tensor(row.turn_index[:stop])[1:] >= 0
-        member[:max(0, start - 1)] = False
-        sums.append((logprobs.gather(1, ids[1:, None])[:, 0] * member).sum())
+        logprobs, turns = token_logprobs(model, row.ids[:stop], row.turn_index[:stop])
+        turns[:max(0, start - 1)] = -1
+        sums.append((logprobs * (turns >= 0)).sum())
     return sums
 
 
@@ -396,9 +397,7 @@ def turn_spans(row):
 
 def single_forward(model, row):
     """Turn sums of one dialogue from one forward with the logits of every token."""
-    ids, turns = torch.tensor(row.ids), torch.tensor(row.turn_index)[1:]
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    logprobs, turns = token_logprobs(model, row.ids, row.turn_index)
     return torch.zeros(10).index_add(0, turns.clamp(min=0), logprobs * (turns >= 0))
 
 
@@ -477,15 +476,6 @@ def bench_sampling(world, quick, repeats):
     return [Line("sample16_vs_generate", setting, figures["ours"], figures["peer"], 2.8)]
 
 
-class TalkativeHuman(Speaker):
-    """Replies of unequal length, the same ones in every run."""
-
-    reads_history = True
-
-    def reply(self, request):
-        return [Utterance(words(16 + request.seed % 49, random.Random(request.seed)), True)]
-
-
 class ForgetfulSpeaker(Speaker):
     """The same speaker without names for its dialogues: it reads every prompt from the start."""
 
@@ -494,13 +484,6 @@ class ForgetfulSpeaker(Speaker):
 
     def reply(self, request):
         return self.inner.reply(request._replace(key=None))
-
-
-class StrictJudge:
-    """Every answer is wrong."""
-
-    def grade(self, task, answer):
-        return Grade(0.0, False, {})
 
 
 def bench_rollout(world, quick, repeats):
@@ -512,11 +495,14 @@ def bench_rollout(world, quick, repeats):
                       "ground_truth": "w1", "hidden_information": "w1"})
     rules = collect.Rules("w1", "w1", turns, 10**6, seed=0)
     keeping = speaker(world, temperature=0, max_new_tokens=4 if quick else 24)
+    # replies of unequal length, the same ones in every run
+    human = Served(lambda request: words(16 + request.seed % 49, random.Random(request.seed)))
+    human.reads_history = True
 
     def play_all(agent):
         """task_id -> dialogue; all dialogues are played side by side."""
         def play(task):
-            return collect.play(task, 0, agent, TalkativeHuman(), StrictJudge(), rules)
+            return collect.play(task, 0, agent, human, HeldJudge(), rules)
         episodes = list(run(play, tasks, len(tasks)))
         return {episode["task"]["task_id"]: episode["dialogue_history"] for episode in episodes}
 

@@ -85,13 +85,19 @@ UNNESTED = (
 def byte_tokenizer(template="llama3"):
     """One token for each byte; `template` is a name in TEMPLATES or a template itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token for token, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return chat_tokenizer(tokenizer, template)
+
+
+def chat_tokenizer(tokenizer, template):
+    """The tokenizer with the tokens that surround messages, and this template."""
+    from transformers import PreTrainedTokenizerFast
+
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     fast.add_special_tokens({"additional_special_tokens": ["<bos>", "<start>", "<stop>"]})
     fast.chat_template = TEMPLATES.get(template, template)

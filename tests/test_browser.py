@@ -31,15 +31,11 @@ def colour_at(png, x, y):
 # Start and end
 
 
-def test_missing_chromium_is_one_sentence_that_says_how_to_install_it(monkeypatch):
-    monkeypatch.setenv("CHROMIUM", "/nowhere/chromium")
-    with pytest.raises(SystemExit, match="apt-get install chromium"):
-        Browser()
-
-
-def test_a_program_that_is_no_chromium_is_refused_with_a_sentence(monkeypatch):
-    monkeypatch.setenv("CHROMIUM", shutil.which("true"))
-    with pytest.raises(SystemExit, match="does not start"):
+@pytest.mark.parametrize("program, found", [
+    ("/nowhere/chromium", "apt-get install chromium"), (shutil.which("true"), "does not start")])
+def test_a_missing_chromium_and_a_program_that_is_none_are_sentences(monkeypatch, program, found):
+    monkeypatch.setenv("CHROMIUM", program)
+    with pytest.raises(SystemExit, match=found):
         Browser().render(PAGE)
 
 
@@ -226,18 +222,17 @@ def test_odd_text_is_rendered(browser):
 # Hostile pages
 
 
-def test_script_never_runs(browser):
-    attack = "document.body.style.background='red'"
-    page = f'<html><body onload="{attack}"><script>{attack}</script></body></html>'
-    assert colour_at(browser.render(page), 5, 5) == WHITE
+ATTACK = "document.body.style.background=`red`"
 
 
-@pytest.mark.parametrize("source", ["srcdoc='{}'", "src='data:text/html,{}'"])
-def test_script_runs_in_no_frame_that_has_a_process_of_its_own(browser, source):
-    script = "<script>document.body.style.background=`red`</script>"
-    frame = f'<iframe sandbox="allow-scripts" {source.format("<body>" + script)}></iframe>'
-    page = f'<html><body style="margin:0">{frame}</body></html>'
-    assert colour_at(browser.render(page), 50, 50) == WHITE
+@pytest.mark.parametrize("body", [
+    f"<body><script>{ATTACK}</script></body>", f"<body onload='{ATTACK}'></body>",
+    # a frame that has a process of its own
+    *[f'<body style="margin:0"><iframe sandbox="allow-scripts" {source}></iframe></body>'
+      for source in (f"srcdoc='<body><script>{ATTACK}</script>'",
+                     f"src='data:text/html,<body><script>{ATTACK}</script>'")]])
+def test_script_never_runs(browser, body):
+    assert colour_at(browser.render(f"<html>{body}</html>"), 50, 50) == WHITE
 
 
 class Listener:
@@ -416,10 +411,6 @@ def test_bombs_cost_their_own_limit_only(browser):
         browser.picture(bomb)
         assert time.monotonic() - start < browser.seconds_per_page + 4
         assert colour_at(browser.render(PAGE), 5, 5) == RED_500
-
-
-# -----------------------------------------------------------------------------
-# Speed
 
 
 @pytest.mark.slow

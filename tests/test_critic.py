@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import random
 import shutil
 
 import pytest
@@ -21,6 +22,7 @@ from runtime.processes import Process
 from train_critic import (
     Critic, Row, advantage, critic_loss, critic_messages, critic_objective, dialogue_row,
     learning_rate, pair_episodes, plan_batches, split_tasks, turn_logprobs)
+from train_policy import dpo_objective, make_pairs
 
 DIALOGUES = [
     dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"),
@@ -28,6 +30,7 @@ DIALOGUES = [
 ]
 TEXTS = ["what is it?", "x", "tell me more about that", "I WANT TO ANSWER: def f(): pass"]
 FINISHED = [True, False, True, True]
+TASK = episode("t", 1.0)["task"]
 ALONE = Process(0, 1, "cpu")
 
 
@@ -128,11 +131,12 @@ def test_the_nll_term_is_the_mean_over_the_agent_tokens_of_the_chosen_dialogue()
                                                                    abs=1e-4)
 
 
-def test_a_chosen_dialogue_without_a_token_to_learn_leaves_the_loss_finite():
+@pytest.mark.parametrize("objective, more", [(critic_objective, ["none"]), (dpo_objective, [])])
+def test_a_chosen_side_without_a_token_to_learn_leaves_the_loss_finite(objective, more):
     # of a page whose turns did not fit but for an empty last one, an earlier page was graded
     empty = Row([1, 2, 3], [-1, -1, -1], torch.zeros(0))
     other = Row([1, 2, 3], [-1, 0, 0], torch.tensor([-3.0]))
-    _, found = objective_of(empty, other, nll=0.01)
+    found = objective(tiny_model(byte_tokenizer()), [(empty, other)], 0.1, 0.01, *more)
     assert found["loss"].isfinite() and found["nll"] == 0
 
 
@@ -148,6 +152,8 @@ def test_an_unknown_mode_is_an_error_and_never_silently_another_mode(tmp_path):
         plan_batches([[1]], 1, 1, "tasks", 0)
     with pytest.raises(ValueError, match="reference 'none', expected"):
         Critic(tmp_path, reference="none")
+    with pytest.raises(ValueError, match="pairing.*'half'.*expected"):
+        make_pairs("ab", [0.1, 0.2], "half", 4, random.Random(0))
 
 
 # -----------------------------------------------------------------------------
@@ -466,8 +472,7 @@ def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
 
 def test_a_state_that_is_too_long_has_no_advantages(trained):
     critic = Critic(str(trained[0] / "critic"), "cpu")
-    task = episode("t", 1.0)["task"]
-    assert critic.advantages(task, dialogue("t" * 600), ["a"], [True]) is None
+    assert critic.advantages(TASK, dialogue("t" * 600), ["a"], [True]) is None
     assert critic.dialogue(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) is None
 
 
@@ -475,9 +480,8 @@ def test_a_state_that_is_too_long_has_no_advantages(trained):
 def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forward):
     monkeypatch.setattr(train_critic, "turn_logprobs", forward)
     critic = Critic(str(trained[0] / "critic"), "cpu")
-    task = episode("t", 1.0)["task"]
-    assert critic.advantages(task, dialogue("t"), ["\n", ""], [False, False]) == [0.0, 0.0]
-    assert critic.advantages(task, dialogue("t"), ["\n", "x"], [False, False])[0] == 0.0
+    assert critic.advantages(TASK, dialogue("t"), ["\n", ""], [False, False]) == [0.0, 0.0]
+    assert critic.advantages(TASK, dialogue("t"), ["\n", "x"], [False, False])[0] == 0.0
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -498,8 +502,7 @@ def test_more_steps_rank_again_also_after_a_ranking_that_was_killed(
 
 
 def test_the_rankings_reference_sees_the_solution_unless_it_is_plain(trained):
-    task = episode("t", 1.0)["task"]
-    arguments = (task, dialogue("t"), ["what is it?"], [True])
+    arguments = (TASK, dialogue("t"), ["what is it?"], [True])
     privileged, plain = (Critic(str(trained[0] / "critic"), "cpu", reference=name)
                          for name in ("privileged", "plain"))
     for critic in (privileged, plain):
@@ -524,7 +527,7 @@ def test_an_advantage_that_is_no_finite_number_ends_the_run_with_a_sentence(trai
     critic = Critic(str(trained[0] / "critic"), "cpu")
     monkeypatch.setattr(train_critic, "advantage", lambda *_: torch.tensor([[0.5], [math.nan]]))
     with pytest.raises(SystemExit, match="not finite .*--dtype float32"):
-        critic.advantages(episode("t", 1.0)["task"], dialogue("t"), ["a", "b"], [True, True])
+        critic.advantages(TASK, dialogue("t"), ["a", "b"], [True, True])
 
 
 def test_a_policy_or_a_stranger_is_refused_as_critic(trained, tiny, tmp_path):

@@ -1,10 +1,10 @@
 """Tasks, views, dialogue rules and token ids."""
 
 import json
-import types
 
 import pytest
 from conftest import TEMPLATES, UNNESTED, byte_tokenizer, dialogue
+from parties import HeldJudge, Served
 from tokenizers import models, pre_tokenizers
 
 from colbench import (
@@ -15,7 +15,6 @@ from formats.read import complete_task, load_episodes, read_episodes, read_tasks
 from collect import Rules, play
 from judge.sandbox import Grade, grade
 from runtime.templates import prompt_ids, render, turn_ids
-from speakers.interface import Speaker, Utterance
 from train_critic import critic_messages
 
 TASK = {
@@ -140,26 +139,26 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     assert len(official) == 1 and "agent: what is it?" in official[0]["content"]
 
 
-def test_the_answer_is_what_follows_the_marker_or_the_whole_last_message():
-    backend, frontend = {"domain": "backend"}, {"domain": "frontend"}
-    assert split_message(backend, "ask?", False) == ("ask?", None)
-    assert split_message(backend, "ask?", True) == ("ask?", "ask?")
-    _, answer = split_message(backend, "so I WANT TO ANSWER: x I WANT TO ANSWER: y", False)
-    assert answer == "x"
-    _, answer = split_message(backend, "I WANT TO ANSWER:\nI WANT TO ANSWER: y", False)
-    assert answer == "y"
-    assert split_message(backend, "a OUTPUT: b", False)[0] == "a OUTPUT: b"
-    assert split_message(frontend, "thought OUTPUT: <html>", False) == ("<html>", None)
-
-
-@pytest.mark.parametrize("text, content, answer", [
-    ("<think>\nI WANT TO ANSWER: not yet\n</think>\n\nask?", "ask?", None),
-    ("opened by the template, I WANT TO ANSWER: no</think>ask?", "ask?", None),
-    ("<think>so</think>I WANT TO ANSWER: x", "I WANT TO ANSWER: x", "x"),
-    ("<think>cut: I WANT TO ANSWER: no", "", None),
+@pytest.mark.parametrize("domain, text, content, answer", [
+    ("backend", "ask?", "ask?", None),
+    ("backend", "I WANT TO ANSWER: x I WANT TO ANSWER: y", ..., "x"),
+    ("backend", "I WANT TO ANSWER:\nI WANT TO ANSWER: y", ..., "y"),
+    ("backend", "a OUTPUT: b", "a OUTPUT: b", None),
+    ("frontend", "thought OUTPUT: <html>", "<html>", None),
+    # thoughts neither reach the human nor end the dialogue
+    ("backend", "<think>\nI WANT TO ANSWER: not yet\n</think>\n\nask?", "ask?", None),
+    ("backend", "opened by the template, I WANT TO ANSWER: no</think>ask?", "ask?", None),
+    ("backend", "<think>so</think>I WANT TO ANSWER: x", "I WANT TO ANSWER: x", "x"),
+    ("backend", "<think>cut: I WANT TO ANSWER: no", "", None),
 ])
-def test_thoughts_neither_reach_the_human_nor_end_the_dialogue(text, content, answer):
-    assert split_message({"domain": "backend"}, text, False) == (content, answer)
+def test_the_human_reads_what_is_no_thought_and_the_answer_is_what_follows_the_marker(
+        domain, text, content, answer):
+    found = split_message({"domain": domain}, text, False)
+    assert found == (text if content is ... else content, answer)
+
+
+def test_the_whole_last_message_is_the_answer():
+    assert split_message({"domain": "backend"}, "ask?", True) == ("ask?", "ask?")
 
 
 @pytest.mark.parametrize("domain", ["backend", "frontend"])
@@ -240,16 +239,11 @@ def test_the_leak_meter_measures_the_longest_repeated_run():
     (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
 def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
         reply_chars, domain, expected):
-    class Wordy(Speaker):
-        reads_history = True
-
-        def reply(self, request):
-            return [Utterance("x" * 2000, True)]
-
-    judge = types.SimpleNamespace(grade=lambda task, answer: Grade(0.0, None, {}))
+    wordy = Served(lambda request: "x" * 2000)
+    wordy.reads_history = True
     task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
     rules = Rules("", "", max_turns=2, reply_chars=reply_chars, seed=0)
-    episode = play(task, 0, Wordy(), Wordy(), judge, rules)
+    episode = play(task, 0, wordy, wordy, HeldJudge(), rules)
     assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
 
 

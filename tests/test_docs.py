@@ -204,10 +204,6 @@ def test_functions_that_a_document_names_exist(path):
             assert not missing, f"{name_of(path)}: {match[1]} has no {', '.join(missing)}"
 
 
-# -----------------------------------------------------------------------------
-# The package
-
-
 def test_the_package_has_every_module_and_the_pins_have_one_home():
     project = (ROOT / "pyproject.toml").read_text()
     for script in SCRIPTS:

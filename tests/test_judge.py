@@ -633,10 +633,6 @@ def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
     ]
 
 
-# -----------------------------------------------------------------------------
-# Many answers
-
-
 def memory(pid):
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 

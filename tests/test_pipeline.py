@@ -20,10 +20,6 @@ def episodes(tmp_path_factory):
     return path
 
 
-# -----------------------------------------------------------------------------
-# Rollouts
-
-
 def test_the_same_command_and_seed_give_the_same_bytes_and_another_seed_others(episodes, tmp_path):
     play(tmp_path / "again.jsonl", "--batch_size", 64)
     assert (tmp_path / "again.jsonl").read_bytes() == episodes.read_bytes()
@@ -59,10 +55,6 @@ def test_the_toy_pages_are_played_and_graded_in_the_browser(tmp_path):
         "--agent", "scripted", "--output", tmp_path / "e.jsonl")
     rewards = [episode["reward"] for episode in read_episodes(tmp_path / "e.jsonl")]
     assert len(rewards) == 4 and all(0 < reward <= 1 for reward in rewards)
-
-
-# -----------------------------------------------------------------------------
-# All stages
 
 
 @pytest.mark.parametrize("template, family", [("qwen2.5", "qwen2"), ("llama3", "llama")])

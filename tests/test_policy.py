@@ -19,7 +19,7 @@ from speakers.interface import Request, SpeakerSettings
 from speakers.local import LocalSpeaker
 from toy.world import toy_tasks
 from train_policy import (
-    PAIRINGS, Row, candidate_pairs, dialogue_pairs, dialogue_row, dpo_loss, dpo_objective,
+    PAIRINGS, candidate_pairs, dialogue_pairs, dialogue_row, dpo_loss, dpo_objective,
     make_pairs, turn_logprobs)
 
 TOKENIZER = byte_tokenizer()
@@ -71,11 +71,6 @@ def test_positive_against_negative_pairs_across_zero_wherever_the_halves_part():
 
     assert pairs(0.3, -0.1, 0.0, -0.2, -0.3) == {(0, 1), (0, 3), (0, 4)}
     assert pairs(0.3, 0.1, 0.2) == pairs(-0.3, -0.1, -0.2) == set()
-
-
-def test_an_unknown_pairing_is_an_error_and_never_silently_another_one():
-    with pytest.raises(ValueError, match="pairing.*'half'.*expected"):
-        make_pairs(TEXTS, ADVANTAGES, "half", 4, random.Random(0))
 
 
 # -----------------------------------------------------------------------------
@@ -202,13 +197,6 @@ def test_a_success_that_is_too_long_leaves_the_others_to_be_paired():
     assert dialogue_pairs(group, [None] * 3, "best_vs_rest", 0.0) == {"t": []}
 
 
-def test_a_chosen_turn_without_a_token_to_learn_leaves_the_loss_finite():
-    empty = Row([1, 2, 3], [-1, -1, -1], torch.zeros(0))
-    other = Row([1, 2, 3], [-1, 0, 0], torch.tensor([-3.0]))
-    found = dpo_objective(tiny_model(TOKENIZER), [(empty, other)], 0.1, 0.01)
-    assert found["loss"].isfinite() and found["nll"] == 0
-
-
 # -----------------------------------------------------------------------------
 # The file of ranked candidates
 
@@ -251,10 +239,6 @@ def test_unranked_candidates_and_a_repeated_state_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="line 1: found candidates, expected ranked candidates"):
         read_candidates(path, ranked=True)
     assert read_candidates(path)[0]
-
-
-# -----------------------------------------------------------------------------
-# Flags
 
 
 def test_defaults_are_those_of_the_paper():

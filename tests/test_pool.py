@@ -192,10 +192,6 @@ def test_ctrl_c_ends_a_run_at_once_whatever_it_waits_for():
     assert errors.strip().endswith("KeyboardInterrupt")
 
 
-# -----------------------------------------------------------------------------
-# Stress
-
-
 @pytest.mark.parametrize("size", [1, 3, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mix_of_models_waits_and_failures_gives_every_job_its_own_answers(seed, size):

@@ -62,10 +62,11 @@ class Reader:
             assert time.monotonic() < until, "the page did not load"
             time.sleep(0.05)
 
-    def press_enter(self):
-        call = self.devtools.call
-        call("Input.dispatchKeyEvent", type="keyDown", key="Enter", text="\r")
-        call("Input.dispatchKeyEvent", type="keyUp", key="Enter")
+    def press_enter(self, focused):
+        """Press Enter on the element that this JavaScript expression names."""
+        self.run(f"{focused}.focus()")
+        self.devtools.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", text="\r")
+        self.devtools.call("Input.dispatchKeyEvent", type="keyUp", key="Enter")
 
     def set(self, name, value):
         """Fill in a field and tell the page, as the browser does after typing."""
@@ -96,8 +97,6 @@ class Reader:
                     found.append(event)
         return found
 
-    def close(self):
-        self.devtools.close()
 
 
 def episode(task, passed=True, text="Round the result?", **more):
@@ -161,7 +160,7 @@ def write_critic(folder):
 def browser(chromium):
     reader = Reader()
     yield reader
-    reader.close()
+    reader.devtools.close()
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +246,10 @@ def test_tasks_that_nobody_can_solve_end_in_a_way_of_their_own(browser, tmp_path
 
 def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     def ending(text="I WANT TO ANSWER: x", finished=True, domain="backend", **more):
-        turn = {"role": "assistant", "content": text, "finished": finished}
-        history = [{"role": "user", "content": "p"}, turn]
+        history = dialogue("p", text)
+        history[1]["finished"] = finished
         row = episode(0, passed=False, dialogue_history=history) | {"reasons": {}} | more
-        row["task"] = row["task"] | {"domain": domain}
+        row["task"] |= {"domain": domain}
         if domain != "backend":
             del row["task"]["test_cases"]
             row["success"] = None
@@ -272,11 +271,9 @@ def toy_rows(questions, answers):
     rows = []
     for task in toy_tasks("toy:backend:test", 2):
         texts = [task["problem_description"], *["Tell me the frame.", "No wish there."] * questions]
-        if answers:
-            texts.append(f"I WANT TO ANSWER:\n{task['ground_truth']}")
-        else:
-            texts.pop()
-        rows.append({"task": task, "dialogue_history": dialogue(*texts), "reward": float(answers)})
+        ends = [f"I WANT TO ANSWER:\n{task['ground_truth']}"]
+        history = dialogue(*texts, *ends) if answers else dialogue(*texts[:-1])
+        rows.append({"task": task, "dialogue_history": history, "reward": float(answers)})
     return rows
 
 
@@ -301,10 +298,6 @@ def test_critic_is_measured_on_held_out_pairs_and_by_kind(browser, tmp_path):
                           "[...e.cells].map(cell => cell.textContent.trim())")
     assert values == [["held-out pairs of dialogues", "90.0"],
                       ["AUC, any two candidates", "95.0"], ["AUC, two questions", "75.0"]]
-
-
-# -----------------------------------------------------------------------------
-# Tables
 
 
 def cells_of(browser, table):
@@ -404,23 +397,23 @@ def test_values_can_be_read_by_keyboard_and_screen_reader(shown):
     named = shown.each("figure > svg", "[e.getAttribute('role'), e.getAttribute('aria-label')]")
     assert all(role == "img" for role, _ in named)
     assert "ours 50.0 [" in named[0][1] and "theirs 0.0 [" in named[0][1]
-    shown.run("document.querySelector('#results figure summary').focus()")
-    shown.press_enter()
+    shown.press_enter("document.querySelector('#results figure summary')")
     assert shown.run("document.querySelector('#results figure details').open") is True
     (ours, _) = cells_of(shown, "#results figure:first-of-type")
     assert ours[0] == "ours" and ours[1].startswith("50.0 [")
 
 
 def test_a_log_has_bars_below_and_above_zero_and_neither_endings_nor_answers(browser, tmp_path):
-    history = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
-               {"role": "tool", "content": "t"}, {"role": "assistant", "content": "a"},
-               {"role": "assistant", "content": "b"}]
-    policies = {}
-    for name, rewards in (("bad", (-4.0, -2.0)), ("good", (7.0, 9.0))):
+    roles = ["system", "user", "tool", "assistant", "assistant"]
+    history = [{"role": role, "content": role[0]} for role in roles]
+
+    def logged(*rewards):
         task = {"domain": "logged", "problem_description": "u", "ground_truth": ""}
-        policies[name] = [{"task": task | {"task_id": str(index)}, "dialogue_history": history,
-                           "reward": reward} for index, reward in enumerate(rewards)]
-    browser.open(write_report(tmp_path, **policies).as_uri())
+        return [{"task": task | {"task_id": str(index)}, "dialogue_history": history,
+                 "reward": reward} for index, reward in enumerate(rewards)]
+
+    report = write_report(tmp_path, bad=logged(-4.0, -2.0), good=logged(7.0, 9.0))
+    browser.open(report.as_uri())
     assert browser.text("#sentences p").startswith("The winner is not settled: good reaches 800.0")
     titles = browser.each("#results figcaption", "e.innerText")
     assert titles == ["Reward × 100, with 95 % intervals"]
@@ -433,13 +426,14 @@ def test_a_log_has_bars_below_and_above_zero_and_neither_endings_nor_answers(bro
     assert browser.complaints() == []
 
 
+def page_episode(task, answer):
+    row = episode(task, reward=0.25, success=None, reasons={}, answer=answer)
+    row["task"] |= {"domain": "frontend", "ground_truth": "<html>x</html>"}
+    return row
+
+
 def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_path):
-    rows = []
-    for task in range(3):
-        row = episode(task, reward=0.25, success=None, reasons={})
-        row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
-        row["answer"] = "<html>y</html>"
-        rows.append(row)
+    rows = [page_episode(task, "<html>y</html>") for task in range(3)]
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert browser.text("#sentences p").startswith("ours reaches 25.0 [")
     titles = browser.each("#results figcaption", "e.innerText")
@@ -453,9 +447,7 @@ def test_frontend_report_draws_the_reward_as_there_is_no_success(browser, tmp_pa
 
 
 def test_an_agent_that_shows_no_page_has_no_picture_in_the_report(browser, tmp_path):
-    row = episode(0, reward=0.0, success=None, reasons={}) | {"answer": "no page"}
-    row["task"] = row["task"] | {"domain": "frontend", "ground_truth": "<html>x</html>"}
-    browser.open(write_report(tmp_path, ours=[row]).as_uri())
+    browser.open(write_report(tmp_path, ours=[page_episode(0, "no page")]).as_uri())
     assert browser.each(".pages figcaption", "e.innerText") == ["Solution page"]
 
 
@@ -537,8 +529,7 @@ def test_address_names_the_episode_and_opens_it_again(browser, report):
 
 
 def test_rows_are_buttons_so_that_a_keyboard_reaches_every_dialogue(shown):
-    shown.run("document.querySelectorAll('.row')[2].focus()")
-    shown.press_enter()
+    shown.press_enter("document.querySelectorAll('.row')[2]")
     assert shown.each(".row", "e.ariaCurrent").index("true") == 2
     assert "task1" in shown.text("#episode")
 
@@ -574,13 +565,9 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
 def test_page_fits_its_width_and_text_contrasts(browser, report, width, dark):
     browser.open(report.as_uri(), width, dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
-
-    def brightness(name):
-        colour = browser.run(f"getComputedStyle(document.body).{name}")
-        return sum(int(number) for number in re.findall(r"\d+", colour)[:3])
-
-    ink, page = brightness("color"), brightness("backgroundColor")
-    assert abs(ink - page) > 500 and (page < 200) == dark
+    ink, page = (browser.run(f"getComputedStyle(document.body).{name}")
+                 for name in ("color", "backgroundColor"))
+    assert contrast_of(ink, page) > 12 and (luminance(page) < 0.05) == dark
 
 
 WORDS = """e => {

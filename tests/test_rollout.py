@@ -63,10 +63,6 @@ def test_the_agent_reads_how_many_turns_it_has_and_its_checkpoint_keeps_the_plac
     assert custom_prompt([found], print) == "Send {max_turns}."
 
 
-# -----------------------------------------------------------------------------
-# Nobody waits for the slow reply of another dialogue
-
-
 @pytest.mark.parametrize("party", ["agent", "human"])
 def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
     slow = Served(asker(lambda key: 3) if party == "agent" else human_line,
@@ -76,10 +72,6 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
     order, episodes = played(agent, human, HeldJudge(), 10, 3, last=slow.open)
     assert order[-1] == 0 and sorted(order) == list(range(10))
     assert all(found["turns"] == 3 and not found["error"] for found in episodes)
-
-
-# -----------------------------------------------------------------------------
-# Local speakers
 
 
 def test_two_local_speakers_alternate_when_dialogues_end_at_different_times():

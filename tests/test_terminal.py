@@ -214,10 +214,6 @@ def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatc
     assert progress.bar.postfix == "success 1.000, reward 1.000, 1 failed, 2 turns"
 
 
-# -----------------------------------------------------------------------------
-# How training ends
-
-
 @pytest.mark.parametrize("margins, ending", [
     ([1e-4] * 20, ", after 20 steps; train/margin 0.0001: the model hardly moved; raise --lr"),
     ([0.0, 0.0], ", after 2 steps; train/margin 0"),  # before their step, margins are 0

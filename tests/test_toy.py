@@ -159,10 +159,6 @@ def test_an_unknown_world_or_split_is_refused(spec):
         toy_tasks(spec, 1)
 
 
-# -----------------------------------------------------------------------------
-# The human
-
-
 def test_the_request_reveals_no_requirement_and_the_human_only_what_is_asked_for(tasks):
     task = tasks[0]
     needed = task["toy"]["needed"]

@@ -14,10 +14,6 @@ from train_policy import Row
 from variants.sft import supervised_objective
 from variants.value_critic import value_loss
 
-# -----------------------------------------------------------------------------
-# Objectives
-
-
 def test_the_supervised_loss_is_the_summed_log_prob_over_the_mean_length_of_all_dialogues():
     model = tiny_model(byte_tokenizer())
     rows = [Row([1, 2, 3, 4, 5], [-1, 0, 0, -1, 1]), Row([6, 7], [-1, 0])]
@@ -54,10 +50,6 @@ def test_rejection_fine_tuning_learns_from_the_successes_alone(tiny, tmp_path):
         run_script("variants/sft.py", *training(path, model, tmp_path / name, *flags))
     assert differing_weights(tmp_path / "chosen", tmp_path / "given") == []
     assert differing_weights(tmp_path / "chosen", tmp_path / "all")
-
-
-# -----------------------------------------------------------------------------
-# Steps
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
