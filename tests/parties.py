@@ -4,11 +4,14 @@ import threading
 from concurrent.futures import Future
 
 import torch
+from conftest import ROOT, dialogue
 
 import collect
+from colbench import MAX_TURNS, agent_messages, agent_prompt_of
 from collect import Rules, play
 from judge.sandbox import ANSWER_MARKER, Grade
-from speakers.interface import Request, Speaker, SpeakerError, Utterance
+from speakers import load_speaker
+from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings, Utterance
 from speakers.local import pick_tokens
 from speakers.pool import elsewhere, gather, run
 from toy.world import toy_tasks
@@ -77,6 +80,16 @@ def human_line(request):
 
 def utterances(line, request):
     return [Utterance(f"{line(request)}{'+' * index}", True) for index in range(request.n)]
+
+
+def first_texts(base, tasks, max_new_tokens, max_turns=MAX_TURNS):
+    """What a base policy says first in these tasks, in any order."""
+    settings = SpeakerSettings(max_new_tokens=max_new_tokens, device="cpu")
+    speaker = load_speaker(str(ROOT / base), settings=settings)
+    requests = [Request(agent_messages(dialogue(task["problem_description"]),
+                                       agent_prompt_of(task, None, max_turns)), seed=seed)
+                for seed, task in enumerate(tasks)]
+    return [utterances[0] for utterances in run(speaker.reply, requests, len(tasks))]
 
 
 def slow_text(speaker, tokenizer, ids, uniform):

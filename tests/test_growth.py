@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from conftest import (
-    ROOT, differing_weights, metrics, read_rows, refusal, run_script, training, write_episodes,
-    write_rows)
+    ROOT, differing_weights, metrics, refusal, run_script, training, write_episodes)
 
 from runtime.processes import Process
 from runtime.record import changes_since, claim_output, open_rows
@@ -110,15 +109,6 @@ def test_what_a_run_has_left_without_its_record_is_not_taken_over(tmp_path, made
             claim_output(tmp_path / record, {}, [], Process(0, 1, "cpu"))
         else:
             open_rows(tmp_path / "e.jsonl", {}, [], Process(0, 1, "cpu"), str)
-
-
-def test_an_output_without_a_sound_episode_is_taken_over_by_a_corrected_command(tmp_path):
-    path = tmp_path / "e.jsonl"
-    rollout(path, "--num_tasks", 2)
-    failed = {"error": "agent: gone", "reward": None, "success": None}
-    write_rows(path, [row | failed for row in read_rows(path)])
-    rollout(path, "--num_tasks", 2, "--seed", 1)
-    assert not any(row["error"] for row in read_rows(path))
 
 
 def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_not(tmp_path):

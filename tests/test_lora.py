@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, differing_weights, episode, metrics, run_script, tiny_model, training,
-    weights, write_episodes)
+    byte_tokenizer, dialogue, differing_weights, episode, metrics, run_script, tiny_model,
+    training, weights, write_episodes)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -123,7 +123,7 @@ def test_the_critic_learns_and_its_directory_opens_as_any_other(trained, tiny):
 def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merged_one(trained):
     task = read_episodes(trained / "episodes.jsonl")[0]["task"]
     texts, finished = ["what?", "so", "x"], [True, True, False]
-    arguments = (task, [{"role": "user", "content": "t"}], texts, finished)
+    arguments = (task, dialogue("t"), texts, finished)
     critic = Critic(trained / "critic", "cpu")
     assert critic.model is critic.reference.model
     one = critic.advantages(*arguments)
@@ -180,8 +180,7 @@ def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_
              "max_length": 600, "model": str(tmp_path / "lora"), "lora_rank": 0}
     (tmp_path / "critic/run.json").write_text(json.dumps({"flags": flags, "inputs": {}}))
     critic = Critic(str(tmp_path / "critic"), "cpu", dtype="bfloat16")
-    task = episode("t", 1.0)["task"]
-    found = critic.advantages(task, [{"role": "user", "content": "t"}], ["a", "be"], [True] * 2)
+    found = critic.advantages(episode("t", 1.0)["task"], dialogue("t"), ["a", "be"], [True] * 2)
     assert found == [0.0, 0.0]
 
 

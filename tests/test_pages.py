@@ -1,7 +1,6 @@
 """Pages as tasks and answers: extraction, WebSight, similarities, the human's view."""
 
 import base64
-import io
 import json
 import random
 import re
@@ -10,7 +9,6 @@ import types
 
 import pytest
 from conftest import LINK, PAGE, dialogue, read_rows, write_rows
-from PIL import Image
 
 from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
@@ -23,11 +21,6 @@ from speakers.vision import local_images
 
 # -----------------------------------------------------------------------------
 # Extraction and WebSight
-
-
-def test_a_crop_is_refused_where_no_clip_crops():
-    with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
-        PageJudge("none", "pad")
 
 
 def test_the_page_that_counts_is_the_answers_or_else_the_last_one_shown():
@@ -76,17 +69,13 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, m
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
 
 
-def test_websight_that_cannot_write_ends_with_a_sentence(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"llm_generated_idea": "idea", "text": "page"}')
-    with pytest.raises(SystemExit, match="failed: .*rows.jsonl.*Mend this"):
-        main(["websight", f"{tmp_path}/rows.jsonl", f"{tmp_path}/rows.jsonl/train.jsonl"])
-
-
-def test_websight_makes_the_folders_of_its_files(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"llm_generated_idea": "idea", "text": "page"}')
+def test_websight_makes_the_folders_of_its_files_or_ends_with_a_sentence(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"llm_generated_idea": "idea", "text": "page"}])
     paths = [tmp_path / "new/train.jsonl", tmp_path / "another/test.jsonl"]
-    websight(tmp_path / "rows.jsonl", *paths)
+    websight(rows, *paths)
     assert [len(path.read_text().splitlines()) for path in paths] == [1, 0]
+    with pytest.raises(SystemExit, match="failed: .*rows.jsonl.*Mend this"):
+        main(["websight", str(rows), f"{rows}/train.jsonl"])
 
 
 def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
@@ -171,14 +160,6 @@ def tiny_clip(tmp_path_factory):
     return folder
 
 
-def tall_page(last_colour):
-    image = Image.new("RGB", (100, 400), "white")
-    image.paste(last_colour, (0, 340, 100, 400))
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
 def test_a_page_is_like_itself_and_its_solution_is_embedded_once(tiny_clip):
     clip = ClipReward(tiny_clip)
     addresses = [f"https://picsum.photos/id/{width}/{width}/90" for width in (60, 90, 120)]
@@ -189,21 +170,20 @@ def test_a_page_is_like_itself_and_its_solution_is_embedded_once(tiny_clip):
 
 
 def test_only_padding_sees_the_end_of_a_tall_page(tiny_clip):
-    pages = tall_page("red"), tall_page("blue")
+    pages = [png("white", 100, 400, end=colour) for colour in ("red", "blue")]
     centre = ClipReward(tiny_clip, crop="center").similarity(*pages)
     padded = ClipReward(tiny_clip, crop="pad").similarity(*pages)
     assert centre == pytest.approx(1.0, abs=1e-6)
     assert padded < 0.9999
 
 
-def test_an_unknown_crop_is_refused(tiny_clip):
+def test_an_unknown_crop_and_a_missing_clip_are_refused(tiny_clip, tmp_path):
     with pytest.raises(ValueError, match="'center' or 'pad'"):
         ClipReward(tiny_clip, crop="centre")
-
-
-def test_missing_clip_is_one_sentence(tmp_path):
     with pytest.raises(SystemExit, match="--clip none"):
         ClipReward(tmp_path / "nothing")
+    with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
+        PageJudge("none", "pad")
 
 
 # -----------------------------------------------------------------------------

@@ -5,7 +5,8 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
-from conftest import ROOT, read_rows, run_script
+from conftest import read_rows, run_script
+from parties import first_texts
 
 from colbench import agent_messages, agent_prompt_of, split_message
 from formats.read import load_episodes, read_candidates
@@ -14,7 +15,6 @@ from runtime.files import write_jsonl
 from runtime.seeds import derive_seed
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
-from speakers.pool import run
 from toy.backend import (
     DETAILS, NUM_OPTIONS, PHRASES, TOPICS, asked_about, backend_human, code_of, details_in,
     phrase_of)
@@ -418,30 +418,16 @@ def test_tasks_without_true_credit_are_refused(tmp_path):
 # The base policy
 
 
-def first_messages(task, max_turns):
-    """What the agent sees before its first turn."""
-    return agent_messages([user(task["problem_description"])],
-                          agent_prompt_of(task, None, max_turns))
-
-
-def said_first(max_turns):
-    """What the base policy says first in 60 tasks."""
-    speaker = load_speaker(str(ROOT / "toy/base"),
-                           settings=SpeakerSettings(max_new_tokens=128, device="cpu"))
-    requests = [Request(first_messages(task, max_turns), seed=seed)
-                for seed, task in enumerate(toy_tasks("toy:backend:valid", 60))]
-    return [utterances[0] for utterances in run(speaker.reply, requests, 60)]
-
-
 def test_the_base_policy_speaks_the_language_of_the_world():
-    said = said_first(MAX_TURNS)
+    said = first_texts("toy/base", toy_tasks("toy:backend:valid", 60), 128, MAX_TURNS)
     understood = [asked_about(text) is not None or ANSWER_MARKER in text for text, _ in said]
     assert sum(understood) >= 58
     assert all(utterance.finished for utterance in said)
 
 
 def test_the_base_policy_answers_where_its_prompt_allows_one_message():
-    assert sum(ANSWER_MARKER in text for text, _ in said_first(1)) >= 58
+    said = first_texts("toy/base", toy_tasks("toy:backend:valid", 60), 128, max_turns=1)
+    assert sum(ANSWER_MARKER in text for text, _ in said) >= 58
 
 
 @pytest.mark.slow
@@ -460,7 +446,7 @@ def test_a_base_is_made_from_demonstrations_and_reads_informed_ones_as_a_critic_
         as_critic = dialogue_row(tokenizer, one, 8192)
         as_policy = dialogue_row(tokenizer, other, 8192, privileged="none")
         assert (as_critic.ids, as_critic.turn_index) == (as_policy.ids, as_policy.turn_index)
-    assert len(speaker.reply(Request(first_messages(before[0]["task"], MAX_TURNS)))) == 1
+    assert len(speaker.reply(Request([user("Label a text.")]))) == 1
 
 
 def test_recited_dialogues_teach_what_the_human_says_and_no_question(tmp_path):

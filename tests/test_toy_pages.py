@@ -2,15 +2,13 @@
 
 import random
 
-from conftest import ROOT, dialogue
+from conftest import dialogue
+from parties import first_texts
 
-from colbench import MAX_TURNS, OUTPUT_MARKER, agent_messages, agent_prompt_of, split_message
+from colbench import MAX_TURNS, OUTPUT_MARKER, split_message
 from judge.pages import extract_html, grade_page, last_page
 from judge.sandbox import ANSWER_MARKER
 from runtime.seeds import derive_seed
-from speakers import load_speaker
-from speakers.interface import Request, SpeakerSettings
-from speakers.pool import run
 from toy.frontend import (
     SLOTS, choice_of, frontend_demonstrator, frontend_human, frontend_task, page_of)
 from toy.world import toy_tasks
@@ -19,7 +17,7 @@ from toy.world import toy_tasks
 def play(task, seed):
     """The history of a dialogue of the noisy demonstrator with the human."""
     draw = random.Random(seed)
-    history = [{"role": "user", "content": task["problem_description"]}]
+    history = dialogue(task["problem_description"])
     for turn in range(MAX_TURNS):
         text = frontend_demonstrator(task, history, draw)
         content, answer = split_message(task, text, turn == MAX_TURNS - 1)
@@ -126,13 +124,6 @@ def test_each_wrong_slot_lowers_the_similarity_of_a_page(browser):
 
 
 def test_the_base_policy_writes_pages_of_the_grammar():
-    settings = SpeakerSettings(max_new_tokens=200, device="cpu")
-    speaker = load_speaker(str(ROOT / "toy/base_frontend"), settings=settings)
-    tasks = toy_tasks("toy:frontend:valid", 30)
-    prompt = agent_prompt_of(tasks[0], None)
-    views = [agent_messages([{"role": "user", "content": task["problem_description"]}], prompt)
-             for task in tasks]
-    requests = [Request(view, seed=seed) for seed, view in enumerate(views)]
-    spoken = run(speaker.reply, requests, 30)
-    choices = [choice_of(extract_html(utterances[0].text)) for utterances in spoken]
+    said = first_texts("toy/base_frontend", toy_tasks("toy:frontend:valid", 30), 200)
+    choices = [choice_of(extract_html(text)) for text, _ in said]
     assert sum(None not in choice.values() for choice in choices) >= 27
