@@ -8,7 +8,7 @@ import time
 import types
 
 import pytest
-from conftest import LINK, PAGE, dialogue, read_rows, write_rows
+from conftest import LINK, PAGE, dialogue, png, read_rows, write_rows
 
 from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight

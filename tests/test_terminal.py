@@ -71,6 +71,8 @@ def test_show_prints_one_task_if_it_is_named_and_suggests_others(tmp_path, capsy
     assert one.count("\nepisode   sample") == 2
     with pytest.raises(SystemExit, match="found no task 'train2', expected a .*as train-2"):
         shown(capsys, path, "train2")
+    with pytest.raises(SystemExit, match=f"{tmp_path}: found a directory, expected a JSONL file"):
+        shown(capsys, tmp_path)
 
 
 def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path, capsys):
@@ -81,12 +83,6 @@ def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path
     for given in ("0", "4", "-1"):
         with pytest.raises(SystemExit, match=f"found no task '{given}', expected a number from 1"):
             shown(capsys, path, given)
-
-
-def test_a_directory_in_place_of_episodes_is_a_sentence(tmp_path):
-    message = f"{tmp_path}: found a directory, expected a JSONL file; give one"
-    with pytest.raises(SystemExit, match=message):
-        colbench.main(["show", str(tmp_path)])
 
 
 def test_show_prints_dialogues_that_an_error_ended_and_raw_thoughts(tmp_path, capsys):
@@ -182,25 +178,27 @@ def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
 # How dialogues end
 
 
-def test_a_hint_follows_when_most_dialogues_ended_without_an_answer():
-    def ended(*last_messages):
-        return [episode(f"task{index}", 0.0, texts=("t", text))
-                for index, text in enumerate(last_messages)]
-
-    answer = "I WANT TO ANSWER: x"
-    hint, = hints(ended("what?", "why?", answer))
-    assert "2 of 3 dialogues ended without" in hint
-    assert list(hints(ended("what?", answer))) == []
-    assert list(hints([episode("t", None, error="gone")])) == []
+def ended(*last_messages):
+    return [episode(f"task{index}", 0.0, texts=("t", text))
+            for index, text in enumerate(last_messages)]
 
 
-def test_episodes_that_no_critic_can_compare_and_tasks_that_nobody_can_solve_are_told():
-    equal = [episode("t", 0.5, sample) for sample in (0, 1)]
-    hint, = hints(equal)
-    assert "No task has two episodes of different reward" in hint
-    assert list(hints([*equal, episode("t", 0.0, 2)])) == []
-    hint, = hints([episode("t", 0.0) | {"reasons": {"a": "solution failed"}}])
-    assert hint.startswith("1 of 1 tasks cannot be solved by their own solution")
+EQUAL = [episode("t", 0.5, sample) for sample in (0, 1)]
+UNSOLVABLE = episode("t", 0.0) | {"reasons": {"a": "solution failed"}}
+
+
+@pytest.mark.parametrize("episodes, told", [
+    (ended("what?", "why?", "I WANT TO ANSWER: x"), ["2 of 3 dialogues ended without"]),
+    (ended("what?", "I WANT TO ANSWER: x"), []),
+    ([episode("t", None, error="gone")], []),
+    (EQUAL, ["No task has two episodes of different reward"]),
+    ([*EQUAL, episode("t", 0.0, 2)], []),
+    ([UNSOLVABLE], ["1 of 1 tasks cannot be solved by their own solution"]),
+])
+def test_a_hint_follows_missing_answers_equal_rewards_and_tasks_that_nobody_can_solve(
+        episodes, told):
+    found = list(hints(episodes))
+    assert len(found) == len(told) and all(map(str.startswith, found, told))
 
 
 def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatch):
