@@ -226,12 +226,9 @@ def check_peers(task, answer, reward):
 # Start-up
 
 
-def bench_start(repeats):
-    """(key, median, target) of what a start costs.
-
-    CPU seconds of `import colbench` in a new interpreter, and wall seconds until a judge's worker
-    is ready.
-    """
+def print_start(repeats):
+    """CPU seconds of `import colbench` in a new interpreter, and wall seconds until a judge's
+    worker is ready."""
     code = "import time; t = time.process_time(); import colbench; print(time.process_time() - t)"
     imports, waits = [], []
     for _ in range(repeats):
@@ -242,8 +239,11 @@ def bench_start(repeats):
         worker.ready()
         waits.append(time.perf_counter() - began)
         close_workers({worker})
-    return [("import_colbench", statistics.median(imports), 0.1),
-            ("judge_worker_ready", statistics.median(waits), 0.3)]
+    print("\n| key | seconds | target |\n|---|---|---|")
+    for key, seconds, target in (("import_colbench", statistics.median(imports), 0.1),
+                                 ("judge_worker_ready", statistics.median(waits), 0.3)):
+        missed = "" if seconds < target else " (missed)"
+        print(f"| [{key}] | {seconds:.3f}{missed} | < {target} |")
 
 
 # -----------------------------------------------------------------------------
@@ -259,25 +259,6 @@ def table(lines):
         yield (f"| [{line.key}] | {line.setting} | {line.ours.seconds:.3g}"
                f" | {line.peer.seconds:.3g} | {ratio:.2f}{missed} | {line.target:.2g}"
                f" | {line.ours.megabytes:.0f} | {line.peer.megabytes:.0f} |")
-
-
-def print_start(repeats):
-    print("\n| key | seconds | target |\n|---|---|---|")
-    for key, seconds, target in bench_start(repeats):
-        missed = "" if seconds < target else " (missed)"
-        print(f"| [{key}] | {seconds:.3f}{missed} | < {target} |")
-
-
-def print_growth(world, quick, repeats):
-    from benchmark_models import bench_growth
-
-    found, exponent = bench_growth(world, quick, repeats)
-    print("\n| key | tokens of a dialogue | CPU s of a critic step on two | tokens/s | MB |"
-          "\n|---|---|---|---|---|")
-    for tokens, figures in found:
-        print(f"| [growth] | {tokens:.0f} | {figures.seconds:.3g}"
-              f" | {2 * tokens / figures.seconds:.0f} | {figures.megabytes:.0f} |")
-    print(f"\n[growth_exponent] CPU time grows as tokens to the power {exponent:.2f}")
 
 
 SECTIONS = (
@@ -316,7 +297,7 @@ def main(args):
         if "start" in args.only:
             print_start(repeats)
         if "growth" in args.only:
-            print_growth(world, args.quick, repeats)
+            benchmark_models.print_growth(world, args.quick, repeats)
         if "servers" in args.only:
             from benchmark_servers import print_servers
 

@@ -56,8 +56,7 @@ def training_steps(methods, repeats, tolerance=1e-4):
     found = {}
     for name, (model, call) in methods.items():
         loss = call()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        found[name] = loss, gradient
+        found[name] = loss, torch.cat([value.grad.flatten() for value in model.parameters()])
         model.zero_grad()
     for name in others:
         check(f"loss, {name} and {first}", found[name][0], found[first][0], tolerance)
@@ -100,11 +99,9 @@ def policy_step(model, pairs, at_once):
 
 def with_packed(function, *arguments):
     """What the scripts' function does with --packed, as a call without arguments."""
-    def call():
-        with (mock.patch.object(train_critic, "turn_logprobs", packed.turn_logprobs),
-              mock.patch.object(train_policy, "turn_logprobs", packed.turn_logprobs)):
-            return function(*arguments)
-    return call
+    for script in (train_critic, train_policy):
+        function = mock.patch.object(script, "turn_logprobs", packed.turn_logprobs)(function)
+    return functools.partial(function, *arguments)
 
 
 # -----------------------------------------------------------------------------
@@ -300,8 +297,7 @@ def trl_loss(model, tokenizer, folder):
 
 def policy_methods(world, prompt, longest, draw):
     """(name -> (model, call), whether the peer is TRL itself)."""
-    pairs = policy_pairs(world.tokenizer, prompt, longest, draw)
-    pairs = with_reference(world.reference, pairs)
+    pairs = with_reference(world.reference, policy_pairs(world.tokenizer, prompt, longest, draw))
     peer_model = copy.deepcopy(world.model)
     real = trl_loss(peer_model, world.tokenizer, world.critic)
     peer_loss = real or stand_in_loss
@@ -521,21 +517,23 @@ def bench_rollout(world, quick, repeats):
 # How the cost of a critic step grows with the dialogue
 
 
-def bench_growth(world, quick, repeats):
-    """(tokens, figures) of critic steps on pairs of ever longer dialogues.
-
-    Then the exponent of a power law through them.
-    """
-    found = []
+def print_growth(world, quick, repeats):
+    """Critic steps on pairs of ever longer dialogues, and a power law through them."""
+    print("\n| key | tokens of a dialogue | CPU s of a critic step on two | tokens/s | MB |"
+          "\n|---|---|---|---|---|")
+    lengths, seconds = [], []
     for tokens in (256, 512) if quick else (1024, 2048, 4096, 8192):
         pairs = critic_pairs(world.tokenizer, tokens, 2, random.Random(tokens))
         with_reference(world.reference, pairs)
         figures = training_steps(
             {"step": (world.model, with_packed(critic_step, world.model, pairs, 1))}, repeats)
-        found.append((sum(len(row.ids) for row in pairs[0]) / 2, figures["step"]))
-    lengths = [math.log(tokens) for tokens, _ in found]
-    seconds = [math.log(figures.seconds) for _, figures in found]
-    return found, float(numpy.polyfit(lengths, seconds, 1)[0])
+        taken, megabytes = figures["step"]
+        read = sum(len(row.ids) for row in pairs[0])
+        print(f"| [growth] | {read / 2:.0f} | {taken:.3g} | {read / taken:.0f} | {megabytes:.0f} |")
+        lengths.append(math.log(read))
+        seconds.append(math.log(taken))
+    exponent, _ = numpy.polyfit(lengths, seconds, 1)
+    print(f"\n[growth_exponent] CPU time grows as tokens to the power {exponent:.2f}")
 
 
 BENCHES = {

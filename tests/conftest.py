@@ -52,6 +52,12 @@ def pytest_collection_modifyitems(config, items):
 # -----------------------------------------------------------------------------
 # Tokenizers and models
 
+PLAIN = (
+    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+)
+# It begins with the count of messages so far, so each message changes all text before it
+UNNESTED = "{{ messages | length }}" + PLAIN
 # In our own words, with the structure of each family: what surrounds a message, how a turn ends,
 # and what becomes of the system role
 TEMPLATES = {
@@ -60,10 +66,7 @@ TEMPLATES = {
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant<stop>\n\n' }}{% endif %}",
     "qwen2.5": "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<start>system\nYou help.<end>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}",
+    "{{ '<start>system\nYou help.<end>\n' }}{% endif %}" + PLAIN,
     # the last agent turn gets an empty thought, earlier ones lose theirs
     "qwen3": "{% for m in messages %}{{ '<start>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -74,12 +77,6 @@ TEMPLATES = {
     "{{ '<start>' + m['role'] + '\n' + m['content'] | trim + '<end>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}",
 }
-# It begins with the count of messages so far, so each message changes all text before it
-UNNESTED = (
-    "{{ messages | length }}{% for m in messages %}"
-    "{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
-)
 
 
 def byte_tokenizer(template="llama3"):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import TEMPLATES, UNNESTED, byte_tokenizer, dialogue
+from conftest import PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
 from parties import HeldJudge, Served
 from tokenizers import models, pre_tokenizers
 
@@ -320,9 +320,7 @@ def test_what_a_turn_says_is_never_a_special_token():
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 def test_a_turn_has_the_tokens_that_follow_the_prompt_whatever_a_tokenizer_sets_before_a_text(
         scheme):
-    tokenizer = byte_tokenizer(
-        "{% for m in messages %}<start>{{ m['role'] + '\n' + m['content'] + '<end>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}")
+    tokenizer = byte_tokenizer(PLAIN)
     letters = {letter: token for token, letter in enumerate("▁\nabcdefghijklmnopqrstuvwxyz", 300)}
     tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab() | letters, [])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode, read_rows, refusal, run_script,
+    PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode, read_rows, refusal, run_script,
     tiny_model, training, write_episodes, write_rows)
 
 import collect
 import evaluate
 import train_critic
 import train_policy
-from colbench import encode_dialogue, render
+from colbench import encode_dialogue
 from formats.read import (
     complete_task, group_by_task, load_episodes, read_candidates, read_episodes, read_tasks)
 from runtime import checkpoints
@@ -330,20 +330,14 @@ def test_a_mutated_template_is_refused_in_a_sentence_or_gives_the_turns_of_the_d
     assert 50 < refused < 300
 
 
-def test_a_template_without_a_closing_token_is_refused():
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(SystemExit, match="chat template closes no agent turn.*expected"):
-        encode_dialogue(tokenizer, dialogue("a", "b"))
-    assert render(byte_tokenizer(), dialogue("a"))
-
-
-def test_a_template_that_closes_turns_with_a_line_break_is_refused():
-    turn = "{{ '<start>' + m['role'] + '\n' + m['content'] + '\n' }}"
-    tokenizer = byte_tokenizer(
-        "{% for m in messages %}" + turn + "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}")
-    with pytest.raises(SystemExit, match=r"ordinary text '\\n'.*expected a token of its own"):
-        encode_dialogue(tokenizer, dialogue("a", "b"))
+@pytest.mark.parametrize("template, found", [
+    ("{% for m in messages %}{{ m['content'] }}{% endfor %}",
+     "chat template closes no agent turn.*expected"),
+    (PLAIN.replace("<end>", ""), r"ordinary text '\\n'.*expected a token of its own"),
+])
+def test_a_template_that_closes_turns_with_no_token_of_its_own_is_refused(template, found):
+    with pytest.raises(SystemExit, match=found):
+        encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))
 
 
 # -----------------------------------------------------------------------------

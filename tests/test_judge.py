@@ -223,15 +223,8 @@ def test_backticks_in_code_are_no_fence(judge, code, fence):
     assert judge.grade(DOUBLE, fence.replace("X", code)).reward == 1.0
 
 
-@pytest.mark.parametrize("literals", [(2, 4), (9, 9)])
-def test_a_test_that_compares_with_a_literal_grades_the_value(judge, literals):
-    """Right or wrong, the literal decides nothing: the solution's value does."""
-    tests = {f"test{n}": f"f({n}) == {literal}" for n, literal in enumerate(literals, 1)}
-    task = {"ground_truth": DOUBLE["ground_truth"], "test_cases": tests}
-    assert judge.grade(task, DOUBLE["ground_truth"]).success
-    assert judge.grade(task, "def f(n):\n    return 0").reward == 0.0
-    equals_all = "class Same:\n    __eq__ = lambda *_: True\n\n\ndef f(n):\n    return Same()"
-    assert judge.grade(task, equals_all).reward == 0.0
+EQUALS_ALL = "class Same:\n    __eq__ = lambda *_: True\n\n\ndef f(n):\n    return Same()"
+OTHER_INT = "class int:\n    pass\n\n\ndef f(n):\n    return int, type(None)"
 
 
 @pytest.mark.parametrize("odd", [None, "f(2) == {{'a': 1}}", "f(" + "-" * 20_000 + "1)"],
@@ -249,18 +242,17 @@ def test_as_many_answers_as_tasks_are_graded(judge):
         judge.grade_all([DOUBLE, DOUBLE], ["pass"])
 
 
-def test_a_function_that_returns_nothing_can_be_compared_with_none(judge):
-    task = {"ground_truth": "def f(n):\n    pass", "test_cases": {"test1": "f(1) == None"}}
-    assert judge.grade(task, "def f(n):\n    return").success
-    assert not judge.grade(task, "def f(n):\n    return n").success
-
-
-def test_builtin_types_are_values(judge):
-    solution = "def f(n):\n    return type(n), type(None)"
-    task = {"ground_truth": solution, "test_cases": {"a": "f(1)"}}
+@pytest.mark.parametrize("solution, test, wrong", [
+    # right or wrong, a literal decides nothing: the solution's value does
+    *[(DOUBLE["ground_truth"], f"f(1) == {literal}", wrong)
+      for literal in (2, 9) for wrong in ("def f(n):\n    return 0", EQUALS_ALL)],
+    ("def f(n):\n    pass", "f(1) == None", "def f(n):\n    return n"),
+    ("def f(n):\n    return type(n), type(None)", "f(1)", OTHER_INT),
+])
+def test_an_answer_passes_by_its_value_alone(judge, solution, test, wrong):
+    task = {"ground_truth": solution, "test_cases": {"a": test}}
     assert judge.grade(task, solution).success
-    other = "class int:\n    pass\n\n\ndef f(n):\n    return int, type(None)"
-    assert judge.grade(task, other).reasons == {"a": "wrong"}
+    assert judge.grade(task, wrong).reasons == {"a": "wrong"}
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", 3, "```python\n```"])

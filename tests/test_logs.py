@@ -7,7 +7,7 @@ import re
 import pytest
 from commands import record
 from conftest import (
-    ROOT, byte_tokenizer, dialogue, episode, ranked_state, read_rows, refusal, run_python,
+    PLAIN, ROOT, byte_tokenizer, dialogue, episode, ranked_state, read_rows, refusal, run_python,
     run_script, write_rows)
 
 from colbench import agent_view, encode_dialogue
@@ -247,10 +247,8 @@ def test_an_empty_file_and_half_a_line_are_sentences(text, tmp_path):
 
 
 def test_a_message_that_the_template_cannot_render_is_named_with_the_template_s_own_words():
-    tokenizer = byte_tokenizer(
-        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
-        "{% endif %}{{ '<start>' + m['role'] + '\n' + m['content'] + '<end>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}")
+    refusing = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    tokenizer = byte_tokenizer(refusing + PLAIN)
     messages = [*dialogue("order 12 is lost", "which?"), {"role": "tool", "content": "found"}]
     with pytest.raises(SystemExit, match="'order 12 is lost', of the roles user, assistant, tool "
                        ".no tools.; expected"):
