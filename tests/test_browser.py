@@ -1,9 +1,10 @@
 """The browser: what it draws, and what pages cannot do to it."""
 
+import contextlib
 import hashlib
 import os
 import shutil
-import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -235,32 +236,18 @@ def test_script_never_runs(browser, body):
     assert colour_at(browser.render(f"<html>{body}</html>"), 50, 50) == WHITE
 
 
-class Listener:
-    """A loopback server that remembers whether anything ever connected."""
+@contextlib.contextmanager
+def listener():
+    """The address of a loopback server, and a list of whoever has connected to it."""
+    visits = []
 
-    def __enter__(self):
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.socket.settimeout(0.2)
-        self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
-        self.visits = []
-        self.open = True
-        self.thread = threading.Thread(target=self.listen)
-        self.thread.start()
-        return self
+    def note(request, visitor, server):
+        visits.append(visitor)
 
-    def listen(self):
-        while self.open:
-            try:
-                visitor, _ = self.socket.accept()
-            except TimeoutError:
-                continue
-            self.visits.append(visitor.recv(1000))
-            visitor.close()
-
-    def __exit__(self, *_):
-        self.open = False
-        self.thread.join()
-        self.socket.close()
+    with socketserver.TCPServer(("127.0.0.1", 0), note) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}", visits
+        server.shutdown()
 
 
 HOSTILE = [
@@ -305,14 +292,13 @@ def attack(browser, address):
 
 @needs_chromium
 def test_hostile_pages_reach_neither_loopback_nor_the_outside():
-    with Listener() as listener, Browser() as browser:
-        localhost = listener.address.replace("127.0.0.1", "localhost")
+    with listener() as (loopback, visits), Browser() as browser:
         browser.render(PAGE)
         chromium = browser.devtools
-        for address in (listener.address, localhost, "example.org"):
+        for address in (loopback, loopback.replace("127.0.0.1", "localhost"), "example.org"):
             assert attack(browser, f"http://{address}") > 10
         assert browser.devtools is chromium
-    assert listener.visits == []
+    assert visits == []
 
 
 @needs_chromium
@@ -332,9 +318,9 @@ def test_flags_close_the_network_where_requests_pass_and_without_them_the_attack
     if open_network:
         others = [flag for flag in CHROMIUM_FLAGS if "proxy" not in flag and "resolver" not in flag]
         monkeypatch.setattr("judge.browser.CHROMIUM_FLAGS", others)
-    with Listener() as listener, Browser(seconds_per_page=3) as browser:
-        attack(browser, f"http://{listener.address}")
-    assert bool(listener.visits) == open_network
+    with listener() as (address, visits), Browser(seconds_per_page=3) as browser:
+        attack(browser, f"http://{address}")
+    assert bool(visits) == open_network
 
 
 def test_pages_do_not_show_files_of_this_machine(browser, tmp_path):

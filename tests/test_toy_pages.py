@@ -3,28 +3,23 @@
 import random
 
 from conftest import dialogue
-from parties import first_texts
+from parties import RULES, HeldJudge, first_texts
 
-from colbench import MAX_TURNS, OUTPUT_MARKER, split_message
+from collect import play
+from colbench import OUTPUT_MARKER
 from judge.pages import extract_html, grade_page, last_page
 from judge.sandbox import ANSWER_MARKER
 from runtime.seeds import derive_seed
+from speakers import load_speaker
 from toy.frontend import (
     SLOTS, choice_of, frontend_demonstrator, frontend_human, frontend_task, page_of)
 from toy.world import toy_tasks
 
 
-def play(task, seed):
+def noisy_dialogue(task):
     """The history of a dialogue of the noisy demonstrator with the human."""
-    draw = random.Random(seed)
-    history = dialogue(task["problem_description"])
-    for turn in range(MAX_TURNS):
-        text = frontend_demonstrator(task, history, draw)
-        content, answer = split_message(task, text, turn == MAX_TURNS - 1)
-        history.append({"role": "assistant", "content": content})
-        if answer is not None:
-            return history
-        history.append({"role": "user", "content": frontend_human(task, history, draw)})
+    agent, human = load_speaker("scripted"), load_speaker("scripted", "human")
+    return play(task, 0, agent, human, HeldJudge(), RULES)["dialogue_history"]
 
 
 def first_words():
@@ -76,7 +71,7 @@ def test_dialogues_are_short_and_neither_hopeless_nor_perfect():
     right, num_words = [], []
     for index in range(300):
         task = frontend_task("train", index)
-        history = play(task, index)
+        history = noisy_dialogue(task)
         right.append(choice_of(last_page(history)) == choice_of(task["ground_truth"]))
         num_words.append(len(" ".join(message["content"] for message in history).split()))
     assert 0.15 < sum(right) / len(right) < 0.6
