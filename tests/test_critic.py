@@ -81,18 +81,12 @@ def test_equations_2_and_3_equal_a_slow_float64_loop_over_ragged_and_one_token_t
     assert loss == pytest.approx(expected, abs=1e-4)
 
 
-def test_normalisation_is_per_turn_per_trajectory_or_none():
-    logprobs, reference = torch.tensor([[2.0, 12.0]]), torch.tensor([[0.0, 0.0]])
-    tokens = torch.tensor([[1, 3]])
-    assert advantage(logprobs, reference, tokens, "turn").tolist() == [[2, 4]]
-    assert advantage(logprobs, reference, tokens, "trajectory").tolist() == [[0.5, 3]]
-    assert advantage(logprobs, reference, tokens, "none").tolist() == [[2, 12]]
-
-
-def test_a_turn_without_tokens_has_no_advantage_whatever_the_normaliser():
-    logprobs, tokens = torch.tensor([[2.0, 0.0]]), torch.tensor([[1, 0]])
-    for normalise in train_critic.NORMALISERS:
-        assert advantage(logprobs, torch.zeros(1, 2), tokens, normalise)[0, 1] == 0
+@pytest.mark.parametrize("normalise, expected", [
+    ("turn", [2, 4, 0]), ("trajectory", [0.5, 3, 0]), ("none", [2, 12, 0])])
+def test_normalisation_is_per_turn_per_trajectory_or_none_and_a_turn_without_tokens_has_nothing(
+        normalise, expected):
+    logprobs, tokens = torch.tensor([[2.0, 12.0, 0.0]]), torch.tensor([[1, 3, 0]])
+    assert advantage(logprobs, torch.zeros(1, 3), tokens, normalise).tolist() == [expected]
 
 
 def test_the_loss_falls_when_the_chosen_side_gains():
@@ -223,6 +217,10 @@ def test_best_vs_rest_needs_a_full_pass_and_pairs_it_with_all_worse_ones():
     assert len(pair_episodes(group, "all")) == 5
     assert len(pair_episodes(group, "all", margin=0.6)) == 2
     assert pair_episodes(group, margin=0.6) == [(group[1], group[3])]
+    near = with_rewards(0.3, 0.2)
+    assert 0.3 - 0.2 < 0.1  # a margin that only rounding misses is kept
+    assert len(pair_episodes(near, "all", margin=0.1)) == 1
+    assert not pair_episodes(near, "all", margin=0.11)
 
 
 @pytest.mark.parametrize("domain, rewards", [
@@ -233,13 +231,6 @@ def test_success_vs_failure_pairs_every_success_with_every_failure(domain, rewar
                 (group[2], group[0]), (group[2], group[3])]
     assert pair_episodes(group, "success_vs_failure") == expected
     assert pair_episodes(group[1:3], "success_vs_failure") == []
-
-
-def test_a_margin_that_only_rounding_misses_is_kept():
-    group = with_rewards(0.3, 0.2)
-    assert 0.3 - 0.2 < 0.1
-    assert len(pair_episodes(group, "all", margin=0.1)) == 1
-    assert not pair_episodes(group, "all", margin=0.11)
 
 
 def test_held_out_tasks_are_whole_and_seeded():

@@ -172,15 +172,10 @@ def no_line_lost(folder, before):
     return lines
 
 
+@pytest.mark.parametrize("kills, ranks", [(5, 1), pytest.param(8, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["collect", "states", "critic", "mtdpo"])
-def test_kills_at_random_moments_change_nothing_in_the_end(commands, tmp_path, name):
-    kill_again_and_again(commands[name], tmp_path, 5, ranks=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["collect", "states", "critic", "mtdpo"])
-def test_kills_of_one_of_two_ranks_change_nothing_in_the_end(commands, tmp_path, name):
-    kill_again_and_again(commands[name], tmp_path, 8, ranks=2)
+def test_kills_at_random_moments_change_nothing_in_the_end(commands, tmp_path, name, kills, ranks):
+    kill_again_and_again(commands[name], tmp_path, kills, ranks)
 
 
 # -----------------------------------------------------------------------------

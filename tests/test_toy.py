@@ -5,7 +5,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
-from conftest import read_rows, run_script
+from conftest import dialogue, read_rows, run_script
 from parties import first_texts
 
 from colbench import agent_messages, agent_prompt_of, split_message
@@ -92,13 +92,10 @@ def success(tasks, agent):
 # Tasks
 
 
-def test_a_perfect_agent_always_succeeds_and_one_that_answers_at_once_hardly_ever(tasks):
+def test_asking_for_what_is_likely_always_succeeds_and_for_all_or_nothing_does_not(tasks):
     assert success(tasks, asks_first(lambda task: task["toy"]["likely"])) == 1.0
-    assert success(tasks, asks_first(lambda task: [])) < 0.02
-
-
-def test_asking_everything_in_a_fixed_order_runs_out_of_turns(tasks):
     assert success(tasks, asks_first(lambda task: task["toy"]["details"])) < 0.6
+    assert success(tasks, asks_first(lambda task: [])) < 0.02
 
 
 def test_train_valid_and_test_share_no_task_and_requirements_vary():
@@ -123,15 +120,10 @@ def test_a_world_is_as_its_name_says(name, world):
         assert set(toy["needed"]) <= set(likely[toy["topic"]]) <= set(toy["details"])
 
 
-def test_the_default_world_has_a_name_as_any_other():
+@pytest.mark.parametrize("name", ["", ":64", ":64/10/5/4-5"])
+def test_the_default_world_has_names_and_its_first_tasks_do_not_depend_on_their_number(name):
     assert len(set(TOPICS)) == 256
-    default = toy_tasks("toy:backend:train", 50)
-    assert default == toy_tasks("toy:backend:train:64/10/5/4-5", 50)
-    assert default == toy_tasks("toy:backend:train:64", 50)
-
-
-def test_the_first_tasks_do_not_depend_on_how_many_are_asked_for():
-    assert toy_tasks("toy:backend:train", 100) == toy_tasks("toy:backend:train", 400)[:100]
+    assert toy_tasks(f"toy:backend:train{name}", 50) == toy_tasks("toy:backend:train", 400)[:50]
 
 
 def test_a_world_of_few_topics_gives_all_the_tasks_that_it_has():
@@ -148,15 +140,13 @@ def test_every_requirement_matters_in_some_hidden_test(tasks):
         assert not any(grade.success for grade in grade_all([task] * len(partial), partial))
 
 
-@pytest.mark.parametrize("spec", ["toy:backend", "toy:sql:train", "toy:backend:dev",
-                                  "toy:frontend:test:64", "toy:backend:test:0",
-                                  "toy:backend:test:257", "toy:backend:test:64/10",
-                                  "toy:backend:test:64/9/5/4-5", "toy:backend:test:64/17/5/4-5",
-                                  "toy:backend:test:64/10/11/4-5", "toy:backend:test:64/10/5/4-6",
-                                  "toy:backend:test:64/10/5/0-1", "toy:backend:test:64/10/5/5-4"])
+@pytest.mark.parametrize("spec", [
+    "backend", "sql:train", "backend:dev", "frontend:test:64", "backend:test:0", "backend:test:257",
+    *[f"backend:test:64/{rest}" for rest in ("10", "9/5/4-5", "17/5/4-5", "10/11/4-5", "10/5/4-6",
+                                             "10/5/0-1", "10/5/5-4")]])
 def test_an_unknown_world_or_split_is_refused(spec):
-    with pytest.raises(SystemExit, match=spec):
-        toy_tasks(spec, 1)
+    with pytest.raises(SystemExit, match=f"toy:{spec}"):
+        toy_tasks(f"toy:{spec}", 1)
 
 
 def test_the_request_reveals_no_requirement_and_the_human_only_what_is_asked_for(tasks):
@@ -210,10 +200,10 @@ def test_what_a_demonstrator_knows_of_topics_decides_how_often_it_asks_for_what_
 
 
 def test_who_may_not_ask_guesses_a_function_with_the_number_of_rules_asked_for(tasks):
-    answers = [play(task, GUESSING)[1] for task in tasks]
-    assert [len(details_in(answer)) for answer in answers] == [
-        len(task["toy"]["needed"]) for task in tasks]
-    assert sum(grade.success for grade in grade_all(tasks, answers)) / len(tasks) < 0.03
+    for task in tasks:
+        _, answer = play(task, GUESSING)
+        assert len(details_in(answer)) == len(task["toy"]["needed"])
+    assert success(tasks, GUESSING) < 0.03
 
 
 def test_the_demonstrator_learns_what_is_wanted_from_the_dialogue_alone(tasks):
@@ -269,9 +259,9 @@ def test_toy_credit_names_each_kind_of_turn():
     def kind(history, text):
         return toy_credit(task, history + [assistant(text)], len(history) // 2).kind
 
-    start = [user(task["problem_description"])]
-    asked_first = start + [assistant(f"Tell me the {first}."), user("...")]
-    known = asked_first + [assistant(f"Tell me the {second}."), user("...")]
+    texts = [task["problem_description"], f"Tell me the {first}.", "...", f"Tell me the {second}.",
+             "..."]
+    start, asked_first, known = (dialogue(*texts[:length]) for length in (1, 3, 5))
     assert kind(start, f"Tell me the {first}.") == "useful question"
     assert kind(start, f"The {other}?") == "wasted question"
     assert kind(asked_first, f"The {first}?") == "repeated question"
@@ -360,8 +350,8 @@ def test_the_auc_counts_a_text_once_however_often_it_was_sampled(tasks):
 def test_true_credit_of_a_candidate_is_that_of_the_turn_it_would_be():
     task = few_wishes()
     first, second = task["toy"]["needed"]
-    history = [user(task["problem_description"]), assistant(f"The {first}?"), user("..."),
-               assistant(f"<think>The zeros?</think>Tell me the {second}."), user("...")]
+    history = dialogue(task["problem_description"], f"The {first}?", "...",
+                       f"<think>The zeros?</think>Tell me the {second}.", "...")
     texts = [f"{ANSWER_MARKER}\n{task['ground_truth']}", f"The {first}?"]
     row = state(task, turn=2, messages=agent_messages(history, "Ask."), candidates=texts)
     kinds = [credit.kind for credit in credits_of([row])[0]]
