@@ -188,11 +188,11 @@ def ranked_state(advantages, messages=None, **more):
             "advantages": list(advantages.values()), "ranker": "a test"} | more
 
 
-def write_episodes(path, tasks=6, samples=3, more=0):
-    """A file of episodes; each task has `more` samples more than the one before it."""
+def write_episodes(path, tasks=6, samples=3):
+    """A file of episodes."""
     rewards, rows = {1: 1.0, 2: 0.5}, []
     for index in range(tasks):
-        for sample in range(samples + more * index):
+        for sample in range(samples):
             texts = ("t" * (index + 1), "what " * (sample + 1), "r",
                      f"I WANT TO ANSWER: {index} {sample}")
             rows.append(episode(f"task{index}", rewards.get(sample, 0.0), sample, texts))

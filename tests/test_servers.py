@@ -4,7 +4,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import random
 import re
 import socket
 import subprocess
@@ -14,9 +13,9 @@ import time
 import types
 
 import pytest
-from chat_server import FAULTS, TIMEOUT, running
+from chat_server import FAULTS, TIMEOUT, running, small_talk
 from conftest import ROOT, dialogue, episode, read_rows, run_script, write_rows
-from parties import ask_all, collect_now
+from parties import TASKS, ask_all, collect_now
 
 import speakers
 from colbench import without_thoughts
@@ -26,11 +25,11 @@ from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
 from speakers.pool import run as run_jobs
 from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker
-from toy.world import SCRIPTED
-from toy.world import toy_tasks as tasks_of
 
 # -----------------------------------------------------------------------------
-# What the servers answer
+# The speaker
+
+CONVERSATIONS = [dialogue(f"question {index}") for index in range(40)]
 
 
 def echo(body, seed):
@@ -38,42 +37,11 @@ def echo(body, seed):
     return hashlib.sha256(json.dumps([body["messages"], seed]).encode()).hexdigest()
 
 
-def toy_answer(tasks):
-    """The scripted agent and human behind a server.
-
-    The model name says which of them answers, and the request which task it is.
-    """
-    by_request = {json.dumps(task["problem_description"])[1:-1]: task for task in tasks}
-
-    def answer(body, seed):
-        text = json.dumps([message["content"] for message in body["messages"][:2]])
-        task = next(task for request, task in by_request.items() if request in text)
-        messages = [message for message in body["messages"] if message["role"] != "system"]
-        return SCRIPTED["backend", body["model"], ""](task, messages, random.Random(seed))
-
-    return answer
-
-
-def toy_tasks(folder, count):
-    """(file, tasks): embedded tasks whose requests all differ, so the server can identify them."""
-    tasks = []
-    for index, task in enumerate(tasks_of("toy:backend:train", count)):
-        request = f"{task['problem_description']} Ticket {index} of {count}."
-        tasks.append(task | {"problem_description": request})
-    return write_rows(folder / "tasks.jsonl", tasks), tasks
-
-
 @pytest.fixture
 def impatient(monkeypatch):
     """A client that waits milliseconds where a user's waits minutes."""
     quick = functools.partial(ServerSpeaker, pause=0.005, timeout=TIMEOUT)
     monkeypatch.setattr(speakers, "ServerSpeaker", quick)
-
-
-# -----------------------------------------------------------------------------
-# The speaker
-
-CONVERSATIONS = [dialogue(f"question {index}") for index in range(40)]
 
 
 def test_the_texts_are_those_of_the_server_for_these_messages_and_seeds():
@@ -371,18 +339,11 @@ def test_a_server_is_asked_for_the_model_that_is_named_or_for_its_only_one(model
 
 
 def test_each_party_is_asked_with_its_own_temperature_and_token_limit(impatient, tmp_path):
-    path, tasks = toy_tasks(tmp_path, 3)
-    bodies, answer = [], toy_answer(tasks)
-
-    def say(handler, body):
-        bodies.append(body)
-        return False
-
-    with running(answer, say=say) as server:
-        collect_now("--tasks", path, "--samples_per_task", 1, "--output", tmp_path / "e.jsonl",
-                    "--agent", server.url, "--agent_model", "agent", "--temperature", 0.7,
-                    "--max_new_tokens", 70, "--human", server.url, "--human_model", "human",
-                    "--human_temperature", 0.2, "--human_max_new_tokens", 20)
+    bodies = []
+    with running(small_talk, say=lambda handler, body: bodies.append(body)) as server:
+        collected(tmp_path, server.url, server.url, more=[
+            "--agent_model", "agent", "--temperature", 0.7, "--max_new_tokens", 70,
+            "--human_model", "human", "--human_temperature", 0.2, "--human_max_new_tokens", 20])
     sampled = {(body["model"], body["temperature"], body["max_tokens"], body["top_p"])
                for body in bodies}
     assert sampled == {("agent", 0.7, 70, 1), ("human", 0.2, 20, 1)}
@@ -476,59 +437,52 @@ def test_an_address_where_nobody_is_ends_the_run_with_one_sentence(impatient, ad
 # Whole collections
 
 
-def collected(folder, tasks, url, human="scripted"):
-    """The text of the episodes that collect.py's main makes of `tasks`, in this process."""
-    named = [] if human == "scripted" else ["--human_model", "human"]
-    collect_now("--tasks", tasks, "--agent", url, "--agent_model", "agent", "--human", human,
-                *named, "--samples_per_task", 1, "--output", folder / "episodes.jsonl")
-    return (folder / "episodes.jsonl").read_text()
+def collected(folder, agent, human, tasks=3, more=("--agent_model", "agent")):
+    """The episodes that collect.py's main makes, in this process."""
+    output = folder / "episodes.jsonl"
+    collect_now("--tasks", "toy:backend:train", "--num_tasks", tasks, "--samples_per_task", 1,
+                "--agent", agent, "--human", human, *more, "--output", output)
+    return read_rows(output)
 
 
 def test_dialogues_are_the_same_with_a_fifth_of_the_calls_failing(impatient, tmp_path):
-    file, tasks = toy_tasks(tmp_path, 60)
-    texts = []
-    for name, rate in (("healthy", 0.0), ("failing", 0.2)):
-        (tmp_path / name).mkdir()
-        with running(toy_answer(tasks), fault_rate=rate) as server:
-            text = collected(tmp_path / name, file, server.url, server.url)
-            texts.append(text.replace(server.url, "URL"))
-    assert texts[0] == texts[1] and texts[0].count("\n") == 60
+    named, found = ("--agent_model", "agent", "--human_model", "human"), []
+    for rate in (0.0, 0.2):
+        with running(small_talk, fault_rate=rate) as server:
+            rows = collected(tmp_path / str(rate), server.url, server.url, 60, named)
+        found.append(json.dumps(rows).replace(server.url, "URL"))
+    assert found[0] == found[1] and len(rows) == 60
     assert server.seen_faults == {None, *FAULTS}
-    rows = [json.loads(line) for line in texts[0].splitlines()]
     assert not any(row["error"] for row in rows)
-    assert len({row["reward"] for row in rows}) > 1
+    assert len({row["turns"] for row in rows}) > 2
 
 
 def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(impatient, tmp_path):
-    file, tasks = toy_tasks(tmp_path, 3)
     with pytest.raises(SystemExit) as end:  # a recipe stops here
-        collected(tmp_path, file, "http://127.0.0.1:9/v1")
+        collected(tmp_path, "http://127.0.0.1:9/v1", "scripted")
     assert re.fullmatch(".*127.0.0.1:9/v1: found no server.*refused.*expected one that answers;"
                         " start it.*rerun the command.*", str(end.value))
     assert not list(tmp_path.glob("episodes.jsonl*rank*"))
     assert not (tmp_path / "episodes.jsonl").exists()
-    with running(toy_answer(tasks)) as server:
-        text = collected(tmp_path, file, server.url)
-    rows = [json.loads(line) for line in text.splitlines()]
+    with running(small_talk) as server:
+        rows = collected(tmp_path, server.url, "scripted")
     assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
 def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(impatient, tmp_path):
-    file, _ = toy_tasks(tmp_path, 3)
-    episodes = tmp_path / "episodes.jsonl"
-
     def run(agent, human):
-        collect_now("--tasks", file, "--agent", agent.url, "--human", human, "--output", episodes)
+        return collected(tmp_path, agent.url, human, more=("--samples_per_task", 3))
 
     def answer(body, seed):  # some dialogues end without a human reply
-        return "I WANT TO ANSWER: x" if "Ticket 1" in str(body["messages"]) else "What?"
+        request = TASKS[1]["problem_description"]
+        asked = any(message["content"] == request for message in body["messages"])
+        return "I WANT TO ANSWER: x" if asked else "What?"
 
     with running(answer) as agent, refusing(404) as wrong:
         with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
             run(agent, wrong.url)
-        assert all(row["error"] for row in ResumableJsonl.whole_rows(episodes))
-        run(agent, "scripted")
-    rows = read_rows(episodes)
+        assert all(row["error"] for row in ResumableJsonl.whole_rows(tmp_path / "episodes.jsonl"))
+        rows = run(agent, "scripted")
     assert rows and not any(row["error"] for row in rows)
 
 
@@ -538,11 +492,10 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(im
 
 def test_the_api_key_goes_to_the_server_and_nowhere_else(tmp_path):
     key = "sk-this-is-secret"
-    file, tasks = toy_tasks(tmp_path, 3)
-    with running(toy_answer(tasks), fault_rate=0.2, faults=["500"]) as server:
-        done = run_script("collect.py", "--tasks", file, "--agent", server.url, "--agent_model",
-                          "agent", "--output", tmp_path / "out/episodes.jsonl",
-                          env={"OPENAI_API_KEY": key})
+    with running(small_talk, fault_rate=0.2, faults=["500"]) as server:
+        done = run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 3,
+                          "--agent", server.url, "--agent_model", "agent", "--output",
+                          tmp_path / "out/episodes.jsonl", env={"OPENAI_API_KEY": key})
     assert server.seen_keys == {f"Bearer {key}"} and key not in done.stdout + done.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"episodes.jsonl", "episodes.jsonl.run.json"} <= {path.name for path in files}
