@@ -9,12 +9,11 @@ import pytest
 import torch
 from conftest import (
     ROOT, byte_tokenizer, dialogue, differing_weights, episode, metrics, ranked_state, refusal,
-    run_script, tiny_model, write_episodes)
+    run_script, tiny_model, write_episodes, write_rows)
 
 import train_policy
 from colbench import agent_prompt_of, encode_candidates
 from formats.read import group_by_task, load_episodes, read_candidates
-from runtime.files import write_jsonl
 from speakers.interface import Request, SpeakerSettings
 from speakers.local import LocalSpeaker
 from toy.world import toy_tasks
@@ -201,16 +200,19 @@ def test_a_success_that_is_too_long_leaves_the_others_to_be_paired():
 # The file of ranked candidates
 
 
+def read_ranked(folder, *states):
+    return read_candidates(write_rows(folder / "ranked.jsonl", states), ranked=True)
+
+
 def test_states_without_advantages_are_omitted_and_counted(tmp_path):
-    state, path = ranked_state({"a": 1.0, "b": -1.0}), tmp_path / "ranked.jsonl"
-    write_jsonl(path, [state, state | {"turn": 1, "advantages": None},
-                       {key: state[key] for key in ("task", "sample", "messages")}
-                       | {"turn": 2, "error": "too long"}])
-    states, omitted = read_candidates(path, ranked=True)
+    state = ranked_state({"a": 1.0, "b": -1.0})
+    unranked = state | {"turn": 1, "advantages": None}
+    failed = {key: state[key] for key in ("task", "sample", "messages")}
+    failed |= {"turn": 2, "error": "too long"}
+    states, omitted = read_ranked(tmp_path, state, unranked, failed)
     assert len(states) == 1 and omitted == 2
-    write_jsonl(path, [state | {"advantages": None}])
     with pytest.raises(SystemExit, match="no state with ranked candidates, but 1 that failed or"):
-        read_candidates(path, ranked=True)
+        read_ranked(tmp_path, unranked)
 
 
 @pytest.mark.parametrize("change, found", [
@@ -222,23 +224,19 @@ def test_states_without_advantages_are_omitted_and_counted(tmp_path):
     ({"candidates": [], "finished": [], "advantages": []}, "lists of lengths"),
 ])
 def test_a_bad_line_of_candidates_is_named(tmp_path, change, found):
-    path = tmp_path / "ranked.jsonl"
-    write_jsonl(path, [ranked_state({"a": 1.0, "b": 0.0}, turn=9),
-                       ranked_state({"a": 1.0, "b": 0.0}) | change])
+    state = ranked_state({"a": 1.0, "b": 0.0})
     with pytest.raises(SystemExit, match=f"line 2.*{found}"):
-        read_candidates(path, ranked=True)
+        read_ranked(tmp_path, state | {"turn": 9}, state | change)
 
 
 def test_unranked_candidates_and_a_repeated_state_are_refused(tmp_path):
-    state, path = ranked_state({"a": 1.0, "b": 0.0}), tmp_path / "ranked.jsonl"
-    write_jsonl(path, [state, state])
+    state = ranked_state({"a": 1.0, "b": 0.0})
     with pytest.raises(SystemExit, match="line 2.*a second time"):
-        read_candidates(path, ranked=True)
+        read_ranked(tmp_path, state, state)
     del state["advantages"]
-    write_jsonl(path, [state])
     with pytest.raises(SystemExit, match="line 1: found candidates, expected ranked candidates"):
-        read_candidates(path, ranked=True)
-    assert read_candidates(path)[0]
+        read_ranked(tmp_path, state)
+    assert read_candidates(tmp_path / "ranked.jsonl")[0]
 
 
 def test_defaults_are_those_of_the_paper():
@@ -256,12 +254,17 @@ def flags(output, *more):
             "--dtype", "float32", *more]
 
 
+def train(candidates, model, output, *more, run=run_script, **options):
+    return run("train_policy.py", "--candidates", candidates, "--model", model,
+               *flags(output, *more), **options)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A folder with episodes and ranked candidates."""
     folder = tmp_path_factory.mktemp("policy")
     write_episodes(folder / "episodes.jsonl")
-    write_jsonl(folder / "ranked.jsonl", [
+    write_rows(folder / "ranked.jsonl", [
         ranked_state({f"{turn} {n}" * n: 0.1 * (n - 2) for n in range(1, 6)},
                      dialogue("t", *["q", "r"] * turn), turn=turn, agent_prompt="Ask.")
         for turn in range(5)])
@@ -270,12 +273,12 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(files, tiny):
-    run_script("train_policy.py", "--candidates", files / "ranked.jsonl", "--model", tiny(),
-               *flags(files / "sweet"))
+    train(files / "ranked.jsonl", tiny(), files / "sweet")
     return files / "sweet"
 
 
-def test_training_starts_at_the_reference_and_learns_its_pairs(trained):
+def test_training_starts_at_the_reference_learns_its_pairs_and_records_its_script(trained):
+    assert json.loads((trained / "run.json").read_text())["script"] == "train_policy.py"
     lines = metrics(trained)
     assert len(lines) == 5
     assert lines[0]["train/margin"] == pytest.approx(0, abs=1e-4)
@@ -284,17 +287,12 @@ def test_training_starts_at_the_reference_and_learns_its_pairs(trained):
     assert lines[-1]["train/margin"] > 0
 
 
-def test_the_record_of_a_run_names_the_script_that_made_it(trained):
-    assert json.loads((trained / "run.json").read_text())["script"] == "train_policy.py"
-
-
 def test_a_model_with_dropout_learns_without_it(files, tiny, tmp_path):
     """With a rate of 0 and no NLL, every loss is that of the start."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
-    run_script("train_policy.py", "--candidates", files / "ranked.jsonl", "--model", model,
-               *flags(tmp_path / "out", "--lr", 0, "--nll", 0))
+    train(files / "ranked.jsonl", model, tmp_path / "out", "--lr", 0, "--nll", 0)
     for line in metrics(tmp_path / "out"):
         assert line["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
 
@@ -302,15 +300,14 @@ def test_a_model_with_dropout_learns_without_it(files, tiny, tmp_path):
 def test_the_agents_own_prompt_travels_with_the_weights_and_ours_does_not(trained, files, tiny):
     assert (trained / "agent_prompt.txt").read_text() == "Ask.\n"
     ours = agent_prompt_of(ranked_state({"a": 1.0})["task"], None, 7)
-    write_jsonl(files / "ours.jsonl", [ranked_state({"a": 1.0, "b": 0.0}, agent_prompt=ours)])
-    run_script("train_policy.py", "--candidates", files / "ours.jsonl", "--model", tiny(),
-               *flags(files / "ours"))
+    write_rows(files / "ours.jsonl", [ranked_state({"a": 1.0, "b": 0.0}, agent_prompt=ours)])
+    train(files / "ours.jsonl", tiny(), files / "ours")
     assert not (files / "ours/agent_prompt.txt").exists()
 
 
 def test_packing_ranks_and_micro_batches_do_not_change_the_weights(trained, files, tiny, tmp_path):
-    run_script("train_policy.py", "--candidates", files / "ranked.jsonl", "--model", tiny(),
-               *flags(tmp_path / "out", "--packed", "--micro_batch_size", 2), processes=2)
+    train(files / "ranked.jsonl", tiny(), tmp_path / "out", "--packed", "--micro_batch_size", 2,
+          processes=2)
     assert not differing_weights(trained, tmp_path / "out", 1e-5)
 
 
@@ -318,16 +315,14 @@ def test_packing_ranks_and_micro_batches_do_not_change_the_weights(trained, file
     ("--pairing", "positive_vs_negative"), ("--pairs_per_state", "1"), ("--beta", "1"),
     ("--nll", "1"), ("--shuffle", "groups"), ("--seed", "1")])
 def test_each_ablation_flag_has_its_effect(trained, files, tiny, tmp_path, change):
-    run_script("train_policy.py", "--candidates", files / "ranked.jsonl", "--model", tiny(),
-               *flags(tmp_path / "out", *change))
+    train(files / "ranked.jsonl", tiny(), tmp_path / "out", *change)
     assert differing_weights(trained, tmp_path / "out", 1e-5)
 
 
 def test_whoever_ranked_the_policy_is_the_same(trained, files, tiny, tmp_path):
     states, _ = read_candidates(files / "ranked.jsonl", ranked=True)
-    write_jsonl(tmp_path / "other.jsonl", [state | {"ranker": "somebody"} for state in states])
-    done = run_script("train_policy.py", "--candidates", tmp_path / "other.jsonl", "--model",
-                      tiny(), *flags(tmp_path / "out"))
+    write_rows(tmp_path / "other.jsonl", [state | {"ranker": "somebody"} for state in states])
+    done = train(tmp_path / "other.jsonl", tiny(), tmp_path / "out")
     assert "ranked by somebody" in done.stdout
     assert not differing_weights(trained, tmp_path / "out")
 
@@ -345,9 +340,8 @@ def test_multi_turn_dpo_learns_from_episodes(files, tiny, tmp_path, more):
 
 
 def test_candidates_to_learn_nothing_from_are_a_sentence(tiny, tmp_path):
-    write_jsonl(tmp_path / "ranked.jsonl", [ranked_state({"a": 1.0, "b": 1.0})])
-    said = refusal("train_policy.py", "--candidates", tmp_path / "ranked.jsonl",
-                   "--model", tiny(), *flags(tmp_path / "out"))
+    write_rows(tmp_path / "ranked.jsonl", [ranked_state({"a": 1.0, "b": 1.0})])
+    said = train(tmp_path / "ranked.jsonl", tiny(), tmp_path / "out", run=refusal)
     assert "found no pair" in said and "computing on" not in said
 
 
