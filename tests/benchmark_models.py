@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from benchmark import Figures, Line, interleaved
-from conftest import ROOT, chat_tokenizer
+from conftest import ROOT, chat_tokenizer, dialogue
 from parties import HeldJudge, Served
 from transformers import (
     AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList)
@@ -177,7 +177,7 @@ def words(count, draw):
 
 def messages_of(prompt, draw):
     """A request that is a prompt of so many tokens."""
-    return [{"role": "user", "content": words(prompt - 8, draw)}]
+    return dialogue(words(prompt - 8, draw))
 
 
 def texts_of(longest, count, draw):
@@ -213,15 +213,14 @@ def episodes_of(tokens, count, draw, name="task"):
     each = tokens // 10
     episodes = []
     for sample in range(count):
-        history = []
+        texts = []
         for _ in range(10):
-            request = words(max(1, each * 3 // 4 - 9), draw)
-            answer = words(draw.randint(each // 5, 3 * each // 10), draw)
-            history += [{"role": "user", "content": request},
-                        {"role": "assistant", "content": answer}]
+            texts.append(words(max(1, each * 3 // 4 - 9), draw))
+            texts.append(words(draw.randint(each // 5, 3 * each // 10), draw))
         episodes.append({
-            "task": task, "sample": sample, "dialogue_history": history, "agent_prompt": "w1",
-            "max_turns": 10, "reward": float(sample == 0), "success": sample == 0, "error": None})
+            "task": task, "sample": sample, "dialogue_history": dialogue(*texts),
+            "agent_prompt": "w1", "max_turns": 10, "reward": float(sample == 0),
+            "success": sample == 0, "error": None})
     return episodes
 
 

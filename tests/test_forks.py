@@ -22,7 +22,7 @@ COPIED = ("*.py", "judge", "runtime", "formats", "speakers", "fast", "variants",
 
 @pytest.fixture
 def fork(tmp_path):
-    """fork(name) -> a copy of the project with the patch applied."""
+    """fork(name) -> a copy of the project with the patch applied, and inputs for its command."""
     def copy(name):
         for pattern in COPIED:
             for path in ROOT.glob(pattern):
@@ -35,6 +35,8 @@ def fork(tmp_path):
         assert applied.returncode == 0, (
             f"{applied.stderr}A fork to which this patch does not apply any more may delete it,"
             " together with its test.")
+        write_ranked(tmp_path / "ranked.jsonl")
+        write_episodes(tmp_path / "episodes.jsonl")
         return tmp_path
 
     return copy
@@ -61,7 +63,6 @@ def test_the_table_names_every_patch():
 
 def test_a_square_root_normaliser_trains_and_ranks(fork):
     folder = fork("sqrt_normaliser")
-    write_episodes(folder / "episodes.jsonl")
     run(FORKS["sqrt_normaliser"], folder, "--max_steps", "2")
     flags = json.loads((folder / "critic/run.json").read_text())["flags"]
     assert flags["normalise"] == "sqrt"
@@ -83,14 +84,12 @@ for whole, root, ids in zip(advantages(), roots, critic.tokenizer(texts)["input_
 @pytest.mark.parametrize("name, first_loss", [("ipo", 25.0), ("hinge", 1.0)])
 def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss):
     folder = fork(name)
-    write_ranked(folder / "ranked.jsonl")
     run(FORKS[name], folder, "--nll", "0")
     assert metrics(folder / name)[0]["train/loss"] == pytest.approx(first_loss, rel=1e-3)
 
 
 def test_an_edited_loss_is_not_taken_for_the_one_that_made_the_output(fork):
     folder = fork("hinge")
-    write_ranked(folder / "ranked.jsonl")
     script = folder / "train_policy.py"
     code = script.read_text()
     run(FORKS["hinge"], folder, "--max_steps", "1")
@@ -106,7 +105,6 @@ def test_an_edited_loss_is_not_taken_for_the_one_that_made_the_output(fork):
 
 def test_a_script_of_ones_own_elsewhere_is_held_to_its_code_and_to_what_it_imports(fork):
     folder = fork("hinge")
-    write_ranked(folder / "ranked.jsonl")
     (folder / "mine").mkdir()
     mine = folder / "mine/train.py"
     code = ("import sys, pathlib\n"
@@ -137,7 +135,6 @@ def test_a_critic_of_ones_own_ranks_for_the_policy(tmp_path):
 
 def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
     folder = fork("gap_pairing")
-    write_ranked(folder / "ranked.jsonl")
     run(FORKS["gap_pairing"], folder)
     code = ("import random; from train_policy import make_pairs; advantages = [0, 1, 2, 9]; "
             "print(sorted(make_pairs(list('abcd'), advantages, 'gap', 99, random.Random(0))))")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode, read_rows, refusal, run_script,
-    tiny_model, training, write_episodes, write_rows)
+    PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode, ranked_state, read_rows,
+    refusal, run_script, tiny_model, training, write_episodes, write_rows)
 
 import collect
 import evaluate
@@ -59,9 +59,8 @@ def sound_row(kind):
         whole |= {"reasons": {"a": "passed"}, "agent": "x", "human": "y", "seed": 0}
         whole["dialogue_history"][1] |= {"output": "raw", "finished": True}
         return whole
-    return {"task": whole["task"], "sample": 0, "turn": 1, "agent_prompt": "", "ranker": "me",
-            "messages": dialogue("task", "what?", "this"), "candidates": ["a", "b", "c"],
-            "finished": [True, False, True], "advantages": [0.5, -0.25, 0.0]}
+    return ranked_state({"a": 0.5, "b": -0.25, "c": 0.0}, dialogue("task", "what?", "this"),
+                        turn=1, finished=[True, False, True])
 
 
 def paths_in(value, path=()):

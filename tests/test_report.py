@@ -98,7 +98,6 @@ class Reader:
         return found
 
 
-
 def episode(task, passed=True, text="Round the result?", **more):
     """A dialogue about function number `task`."""
     solution, request = "def f(x):\n    return x", f"Write function number {task}"

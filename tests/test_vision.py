@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, dialogue, metrics, needs_chromium, png, refusal, run_script, training, weights,
-    write_rows)
+    byte_tokenizer, dialogue, metrics, needs_chromium, png, ranked_state, refusal, run_script,
+    training, weights, write_rows)
 from parties import slow_text
 
 import variants.sight
@@ -210,12 +210,9 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
-    row = reopened.reader.dialogue(episode)
-    means = []
-    for turn in range(3):
-        end = max(index for index, found in enumerate(row.turn_index) if found == turn)
-        means.append(hidden[:end + 1].mean(0))
-    expected = model.score(torch.stack(means))[:, 0].tolist()
+    turns = reopened.reader.dialogue(episode).turn_index
+    ends = [len(turns) - turns[::-1].index(turn) for turn in range(3)]
+    expected = model.score(torch.stack([hidden[:end].mean(0) for end in ends]))[:, 0].tolist()
     assert scores == pytest.approx(expected, abs=1e-4)
     assert len({round(score, 3) for score in scores}) == 3
 
@@ -375,9 +372,8 @@ def test_what_a_critic_that_sees_is_shown_may_be_any_field_of_the_task(tiny_visi
 def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_path):
     reopened, _ = critic
     save_critic(tmp_path / "critic", tiny_vision, "ground_truth")
-    state = {"task": page_task(), "sample": 0, "turn": 0, "messages": MESSAGES,
-             "agent_prompt": "Draw.", "candidates": ["a page", "another"],
-             "finished": [True, False], "error": None}
+    state = ranked_state({"a page": 0.0, "another": 0.0}, MESSAGES, task=page_task(),
+                         finished=[True, False])  # whose advantages are replaced
     candidates = write_rows(tmp_path / "candidates.jsonl", [state])
     run_script("variants/value_critic.py", "--output", tmp_path / "critic", "--candidates",
                candidates)
