@@ -117,8 +117,7 @@ def test_a_grader_may_think_but_must_come_to_an_end(line, error):
         assert best.reply(REQUEST)[0].text == "What about 0?+"
 
 
-def test_a_grader_that_dies_ends_the_run_and_no_candidate_passes_that_it_did_not_choose(
-        tmp_path, monkeypatch):
+def test_a_grader_that_dies_ends_the_run_and_passes_no_unchosen_candidate(tmp_path, monkeypatch):
     parties = {"agent": Served(asker(lambda key: 3)), "human": Served(human_line),
                "grader": Failing(pick_plus_signs(1), lives=5)}
     for module in (roles, best_of_n):
@@ -148,8 +147,7 @@ FLAGS = ["--tasks", "toy:backend:test", "--num_tasks", 4, "--samples_per_task", 
 
 
 @pytest.mark.parametrize("trainer", ["train_critic.py", "variants/value_critic.py"])
-def test_a_trained_critic_of_either_kind_chooses_and_the_episodes_note_it(
-        tiny, toy_episodes, tmp_path, trainer):
+def test_critics_of_either_kind_choose_and_episodes_note_it(tiny, toy_episodes, tmp_path, trainer):
     critic = tmp_path / "critic"
     run_script(trainer, "--episodes", toy_episodes, "--model", tiny(), "--output", critic,
                "--max_steps", 1)

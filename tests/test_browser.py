@@ -170,8 +170,7 @@ def test_placeholder_pictures_have_the_size_asked_for_within_caps(address, size)
     ("https://source.unsplash.com/320x240/?cat", "https://source.unsplash.com/32x24/?cat",
      "https://source.unsplash.com/320x240/?dog"),
 ])
-def test_a_placeholder_has_one_colour_in_all_sizes_and_another_picture_another(
-        address, same, other):
+def test_a_placeholder_has_one_colour_in_all_sizes_and_others_another(address, same, other):
     colours = [colour_at(placeholder_picture(one), 0, 0)
                for one in (address, same, other)]
     assert colours[0] == colours[1] != colours[2]
@@ -304,8 +303,7 @@ def test_hostile_pages_reach_neither_loopback_nor_the_outside():
 @needs_chromium
 @pytest.mark.slow
 @pytest.mark.parametrize("open_network", [False, True])
-def test_flags_close_the_network_where_requests_pass_and_without_them_the_attacks_arrive(
-        monkeypatch, open_network):
+def test_flags_close_the_network_and_without_them_the_attacks_arrive(monkeypatch, open_network):
     answer_request = Browser._answer_request
 
     def let_through(browser, request, address, kind):

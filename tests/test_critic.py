@@ -83,8 +83,7 @@ def test_equations_2_and_3_equal_a_slow_float64_loop_over_ragged_and_one_token_t
 
 @pytest.mark.parametrize("normalise, expected", [
     ("turn", [2, 4, 0]), ("trajectory", [0.5, 3, 0]), ("none", [2, 12, 0])])
-def test_normalisation_is_per_turn_per_trajectory_or_none_and_a_turn_without_tokens_has_nothing(
-        normalise, expected):
+def test_normalisation_is_per_turn_trajectory_or_none_and_empty_turns_get_0(normalise, expected):
     logprobs, tokens = torch.tensor([[2.0, 12.0, 0.0]]), torch.tensor([[1, 3, 0]])
     assert advantage(logprobs, torch.zeros(1, 3), tokens, normalise).tolist() == [expected]
 
@@ -401,8 +400,7 @@ def test_failed_episodes_are_left_out_and_counted(tiny, tmp_path):
     assert "18 episodes of 6 tasks (1 failed" in done.stdout
 
 
-def test_a_second_kill_between_the_renames_of_a_state_still_leaves_one_to_resume_from(
-        tiny, tmp_path, monkeypatch):
+def test_a_second_kill_between_renames_of_a_state_leaves_one_to_resume(tiny, tmp_path, monkeypatch):
     model = load_model(tiny())
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -464,8 +462,7 @@ def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forw
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_more_steps_rank_again_also_after_a_ranking_that_was_killed(
-        trained, tiny, tmp_path, killed):
+def test_more_steps_rank_again_even_after_a_ranking_was_killed(trained, tiny, tmp_path, killed):
     candidates = write_candidates(tmp_path / "candidates.jsonl")
     for steps in (1, 2):
         run_script("train_critic.py", *flags(

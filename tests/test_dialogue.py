@@ -151,8 +151,7 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     ("backend", "<think>so</think>I WANT TO ANSWER: x", "I WANT TO ANSWER: x", "x"),
     ("backend", "<think>cut: I WANT TO ANSWER: no", "", None),
 ])
-def test_the_human_reads_what_is_no_thought_and_the_answer_is_what_follows_the_marker(
-        domain, text, content, answer):
+def test_the_human_reads_no_thought_and_answers_follow_the_marker(domain, text, content, answer):
     found = split_message({"domain": domain}, text, False)
     assert found == (text if content is ... else content, answer)
 
@@ -183,8 +182,7 @@ def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_
     ([("Ask.", 10), ("Answer.", 10)], None),
     ([("Ask.", 10), (None, 10)], None),
 ])
-def test_only_instructions_that_all_episodes_share_and_no_domain_has_stay_with_the_weights(
-        prompts, expected):
+def test_only_instructions_of_all_episodes_and_no_domain_stay_with_the_weights(prompts, expected):
     task = {"domain": "backend"}
     episodes = [{"task": task, "max_turns": turns,
                  "agent_prompt": agent_prompt_of(task, given, turns)} for given, turns in prompts]
@@ -237,8 +235,7 @@ def test_the_leak_meter_measures_the_longest_repeated_run():
 
 @pytest.mark.parametrize("reply_chars, domain, expected", [
     (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
-def test_human_replies_are_cut_at_the_limit_of_the_domain_or_the_flag(
-        reply_chars, domain, expected):
+def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(reply_chars, domain, expected):
     wordy = Served(lambda request: "x" * 2000)
     wordy.reads_history = True
     task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
@@ -318,8 +315,7 @@ def test_what_a_turn_says_is_never_a_special_token():
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_a_turn_has_the_tokens_that_follow_the_prompt_whatever_a_tokenizer_sets_before_a_text(
-        scheme):
+def test_a_turn_has_the_tokens_that_follow_the_prompt_whatever_a_tokenizer_prepends(scheme):
     tokenizer = byte_tokenizer(PLAIN)
     letters = {letter: token for token, letter in enumerate("▁\nabcdefghijklmnopqrstuvwxyz", 300)}
     tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab() | letters, [])

@@ -81,8 +81,7 @@ def test_interval_equals_a_slow_bootstrap_with_missing_values():
     assert found == pytest.approx(numpy.percentile(means, (2.5, 97.5)))
 
 
-def test_one_task_gives_counts_no_interval_and_shares_one_that_other_tasks_could_leave_wide(
-        tmp_path, capsys):
+def test_one_task_gives_counts_no_interval_and_shares_a_wide_one(tmp_path, capsys):
     rows = [episode(0, sample, reward=sample % 2) for sample in range(12)]
     numbers = numbers_of(tmp_path, rows=rows)
     for key in ("turns", "words"):
@@ -382,8 +381,7 @@ def test_all_errors_still_give_a_table_but_no_share_and_no_exit_status_0(tmp_pat
     assert "human: HTTP 404 \\x1b[2J" in printed and "of the tasks" not in printed
 
 
-def test_the_verdict_counts_dialogues_that_an_error_stopped_and_names_the_commonest(
-        tmp_path, capsys):
+def test_the_verdict_counts_dialogues_with_errors_and_names_the_commonest(tmp_path, capsys):
     rows = [failed(0, "rare"), failed(1, "common"), failed(2, "common"), episode(3)]
     results = evaluated(tmp_path, p=rows, q=outcomes(4, 4))
     assert results["policies"]["p"]["errors"] == {"rare": 1, "common": 2}
@@ -433,8 +431,7 @@ def test_of_several_processes_one_evaluates(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
 
 
-def test_same_seed_gives_the_same_files_byte_for_byte_and_md_holds_what_is_printed(
-        tmp_path, capsys):
+def test_same_seed_gives_the_same_bytes_and_md_holds_what_is_printed(tmp_path, capsys):
     rows = [episode(task, reward=task / 9) for task in range(10)]
     written = []
     for _ in range(2):

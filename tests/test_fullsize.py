@@ -55,8 +55,7 @@ def number(cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", VALIDATED)
-def test_peaks_and_arithmetic_without_data_are_those_of_small_models_that_really_run(
-        model, validated):
+def test_peaks_and_arithmetic_without_data_are_those_of_small_models_that_run(model, validated):
     simulated, real, allocated, products, equal = validated[model]
     assert float(simulated) == pytest.approx(float(real), rel=0.01)
     assert float(simulated) == pytest.approx(float(allocated), rel=0.01)

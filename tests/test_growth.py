@@ -61,8 +61,7 @@ MOVED = {"human": "http://two:8000/v1"}
     (SERVED | {"human_model": None}, MOVED | {"human_model": None}, ["human"], False),
     (SERVED, {"human": "toy/base", "human_model": None}, ["human", "human_model"], False),
 ])
-def test_changed_flags_are_named_unless_the_output_may_grow_or_a_server_has_moved(
-        before, now, differing, grows):
+def test_changed_flags_are_named_unless_outputs_grow_or_servers_move(before, now, differing, grows):
     record = {"flags": before | {"seed": 0}, "inputs": {}}
     assert changes_since(record, now | {"seed": 0}, {}, ()) == (differing, grows)
     assert changes_since(record, now | {"seed": 1}, {}, ()) == ([*differing, "seed"], grows)

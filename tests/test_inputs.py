@@ -452,8 +452,7 @@ class Follower(Process):
         pass
 
 
-def test_a_rank_that_does_not_see_the_leaders_state_stops_and_starts_from_no_other_weights(
-        tiny, tmp_path):
+def test_a_rank_that_does_not_see_the_leaders_state_starts_from_no_other_weights(tiny, tmp_path):
     model, rank = load_model(tiny()), Follower(1, 2, "cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(SystemExit, match="shared/resume: found the state of a run of 0 processes"):
@@ -527,8 +526,7 @@ def critic_of(base):
     return critic, flags
 
 
-def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sampled(
-        tmp_path, monkeypatch):
+def test_a_critic_whose_base_is_gone_or_changed_stops_before_sampling(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = tmp_path / "base"
     critic, flags = critic_of(base)
@@ -541,8 +539,7 @@ def test_a_critic_whose_base_is_gone_or_has_changed_stops_before_anything_is_sam
         train_critic.read_critic_flags(critic)
 
 
-def test_a_critic_finds_its_base_from_any_directory_and_asks_no_hub_for_one_that_is_gone(
-        tmp_path, monkeypatch):
+def test_a_critic_finds_its_base_from_anywhere_and_asks_no_hub_for_lost_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     critic, flags = critic_of(Path("models/base"))
     (tmp_path / "elsewhere").mkdir()

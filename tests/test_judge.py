@@ -477,8 +477,7 @@ def test_an_answer_waits_for_a_machine_that_has_no_room_for_a_process():
         assert alone.workers == {worker}  # it was not replaced
 
 
-def test_a_machine_that_has_no_room_for_a_process_for_long_ends_the_run_and_fails_no_answer(
-        monkeypatch):
+def test_a_machine_without_room_for_a_process_ends_the_run_and_fails_no_answer(monkeypatch):
     with Judge(1) as alone:
         def no_child(*arguments):
             raise TimeoutError  # what the worker's silence becomes after CONTROL_SECONDS
@@ -598,31 +597,26 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
         "def f(n):\n"
         "    return [None, time.time_ns(), random.random(), float('nan'), 1][n]"
     )
-    task = {"ground_truth": code, "test_cases": {str(n): f"f({n})" for n in range(6)}}
-    rows, status = check_solutions([DOUBLE, task])
-    assert {index for index, _, _ in rows} == {1}
-    assert {name: reason for _, name, reason in rows} == {
-        "0": "the solution returns None",
-        "1": "not deterministic",
-        "3": "the value equals nothing",
-        "5": "the solution raised IndexError",
-    }
-    assert status["limits"]
-
-
-def test_check_reports_a_solution_that_takes_longer_than_an_answer_may():
-    code = (
+    slow = (
         "import time\n"
         "def f(n):\n"
         "    while time.process_time() < n:\n"
         "        sum(range(20000))\n"  # else most of the time is the kernel's
         "    return 1"
     )
-    task = {"ground_truth": code, "test_cases": {"fast": "f(0)", "slow": "f(2)", "late": "f(99)"}}
-    assert check_solutions([task])[0] == [
-        (0, "slow", "the solution takes longer than an answer may"),
-        (0, "late", "the solution timed out"),
+    tests = [str(n) for n in range(6)], ["0", "2", "99"]
+    rows, status = check_solutions([DOUBLE, *(
+        {"ground_truth": solution, "test_cases": {n: f"f({n})" for n in numbers}}
+        for solution, numbers in zip((code, slow), tests, strict=True))])
+    assert rows == [
+        (1, "0", "the solution returns None"),
+        (1, "1", "not deterministic"),
+        (1, "3", "the value equals nothing"),
+        (1, "5", "the solution raised IndexError"),
+        (2, "2", "the solution takes longer than an answer may"),
+        (2, "99", "the solution timed out"),
     ]
+    assert status["limits"]
 
 
 def memory(pid):

@@ -48,8 +48,7 @@ def imported(folder, *lines):
     return read_episodes(folder / "log.episodes"), done.stdout
 
 
-def test_the_commands_of_the_page_lead_from_forty_dialogues_to_a_shaded_report(
-        tmp_path, monkeypatch):
+def test_the_commands_of_the_page_lead_from_dialogues_to_a_shaded_report(tmp_path, monkeypatch):
     made_up_logs(tmp_path / "logs.jsonl")
     shell = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
     script = tmp_path / "commands.sh"
@@ -189,8 +188,7 @@ def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compa
         "role": "assistant", "content": None, "tool_calls": [{}]}]), "whose tool_calls lack"),
     (log_line(messages=["hi"], task=[]), "messages[0] without a role"),
 ])
-def test_a_line_that_does_not_fit_is_told_with_all_that_is_wrong_and_nothing_is_written(
-        line, found, tmp_path):
+def test_a_line_that_does_not_fit_is_told_with_all_faults_and_writes_nothing(line, found, tmp_path):
     said = refusal(*import_of(tmp_path, log_line(), line))
     assert "line 2: found" in said and found in said and "expected at least {" in said
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log"]

@@ -51,8 +51,7 @@ def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it
     assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
 
 
-def test_merged_weights_give_the_logits_of_the_matrices_and_differ_in_their_layers_alone(
-        monkeypatch):
+def test_merged_weights_give_the_matrices_logits_and_differ_in_their_layers_alone(monkeypatch):
     tokenizer = byte_tokenizer()
     plain = tiny_model(tokenizer)
     targets = ("q_proj", "down_proj")
@@ -184,8 +183,7 @@ def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_
     assert found == [0.0, 0.0]
 
 
-def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
-        trained, tiny, tmp_path):
+def test_a_second_training_of_matrices_in_bf16_keeps_first_and_base(trained, tiny, tmp_path):
     flags = "--successes", "--dtype", "bfloat16"
     for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):
         run_script("variants/sft.py", *lora(trained / "episodes.jsonl", before,
@@ -206,8 +204,7 @@ def test_a_second_training_of_matrices_in_bf16_keeps_the_first_and_the_base(
     torch.testing.assert_close(apart.float()(IDS).logits, merged(IDS).logits, atol=0.05, rtol=0.05)
 
 
-def test_a_run_that_was_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(
-        trained, tiny, tmp_path):
+def test_a_run_cut_and_resumed_and_one_of_two_ranks_equal_the_whole(trained, tiny, tmp_path):
     episodes = trained / "episodes.jsonl"
     cut = lora(episodes, tiny(), tmp_path / "cut")
     run_script("train_critic.py", *cut, "--max_steps", 3)

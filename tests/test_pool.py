@@ -114,8 +114,7 @@ def test_without_a_run_a_model_computes_at_once_and_elsewhere_does_nothing():
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["job", "model", "elsewhere", "reader"])
-def test_what_is_raised_at_a_random_moment_is_raised_by_the_run_and_no_thread_is_left(
-        where, error, seed):
+def test_what_is_raised_at_any_moment_is_raised_by_the_run_without_threads_left(where, error, seed):
     before, draw = set(threading.enumerate()), random.Random(f"{where} {error.__name__} {seed}")
     fatal = draw.randrange(60)
 

@@ -88,8 +88,7 @@ def test_states_are_saved_when_the_leaders_clock_says_so_on_all_ranks_at_once(ti
     assert saved[0] == str(list(range(2, len(metrics(tmp_path / "out")), 2)))
 
 
-def test_a_state_is_written_under_a_name_of_its_own_and_counted_before_it_gets_its_name(
-        tmp_path, monkeypatch):
+def test_a_state_is_counted_under_a_name_of_its_own_before_it_gets_its_name(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr("runtime.checkpoints.wait_for_files",
                         lambda folder, count: counted.append((folder.name, count)))
@@ -131,8 +130,7 @@ setattr(holder, name, hanging)
     ("runtime.training.Run", "add", "1"),
     ("runtime.training.Run", "save_state_if_due", "0"),
 ])
-def test_a_rank_that_hangs_within_a_step_ends_the_run_with_a_sentence(
-        tiny, tmp_path, holder, name, rank):
+def test_a_rank_that_hangs_in_a_step_ends_the_run_in_a_sentence(tiny, tmp_path, holder, name, rank):
     script = changed_trainer(tmp_path, HANGING.replace("HOLDER", holder).replace("NAME", name)
                              .replace("RANK_THAT_HANGS", rank))
     episodes = write_episodes(tmp_path / "episodes.jsonl")

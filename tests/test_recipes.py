@@ -85,8 +85,7 @@ def short_run(recipe, domain, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("domain", ["backend", "frontend"])
-def test_a_short_run_of_the_paper_scale_recipe_goes_from_episodes_to_a_report(
-        request, domain, tmp_path):
+def test_the_paper_scale_recipe_in_short_goes_from_episodes_to_a_report(request, domain, tmp_path):
     if domain == "frontend":
         request.getfixturevalue("chromium")
     results = short_run(f"{domain}_8b", domain, tmp_path)

@@ -475,8 +475,7 @@ def test_tasks_are_listed_by_their_requests_with_their_policies_below(shown):
     assert rows == ["ours · solved · 2 turns", "theirs · wrong answer · reward 0.50 · 2 turns"]
 
 
-def test_the_dialogue_shown_first_is_the_one_in_which_the_critic_tells_turns_apart_most(
-        browser, tmp_path):
+def test_the_dialogue_shown_first_is_where_the_critic_tells_turns_apart_most(browser, tmp_path):
     scores = ([0.2, -0.1], [0.1, None], [0.4, -0.3], [0.5, 0.4])
     rows = [episode(task, advantages=pair) for task, pair in enumerate(scores)]
     browser.open(write_report(tmp_path, ours=rows).as_uri())

@@ -90,8 +90,7 @@ def test_two_local_speakers_alternate_when_dialogues_end_at_different_times():
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_served_human_gives_the_same_bytes_at_any_batch_size_and_order_of_arrival(
-        tmp_path, tiny, local):
+def test_a_served_human_gives_the_same_bytes_at_any_batch_size_and_order(tmp_path, tiny, local):
     texts = []
     with talking(mean=0.01) as server:
         agent = ["--agent", server.url, "--agent_model", "agent"]
@@ -214,8 +213,7 @@ def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(tmp_path, m
     assert {index_of(request) for request in agent.asked} == {0, 5, 10, 15}
 
 
-def test_a_dead_server_ends_the_run_with_what_was_in_flight_on_disk_and_a_rerun_resumes(
-        tmp_path, monkeypatch):
+def test_a_dead_server_ends_the_run_with_all_in_flight_on_disk_to_resume(tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     whole = collect_with(monkeypatch, tmp_path / "whole" / "episodes.jsonl",
                          Served(asker(lambda key: 3)), Served(human_line))
@@ -436,8 +434,7 @@ def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
     ("--tasks {tasks} --agent scripted --human scripted --clip none", "--clip none, which is"),
     ("--tasks toy:frontend:test --agent scripted --judge official", "--judge official, which is"),
 ])
-def test_what_cannot_be_played_is_refused_before_anything_is_opened(
-        monkeypatch, tmp_path, flags, found):
+def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_path, flags, found):
     monkeypatch.setattr(roles, "load_speaker", None)
     task = {"problem_description": "Add.", "test_cases": {"a": "f(1)"},
             "ground_truth": "def f(x): return x"}

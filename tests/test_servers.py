@@ -110,8 +110,7 @@ THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
     (THOUGHT | {"content": ""}, "stop", ""), ({"content": ""}, "length", ""),
     ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "stop", "ab"),
 ])
-def test_no_content_is_what_is_left_of_cut_thoughts_or_an_empty_text(
-        impatient, message, reason, text):
+def test_no_content_is_a_rest_of_cut_thoughts_or_an_empty_text(impatient, message, reason, text):
     with running(echo, say=lambda handler, body: handler.choose(message, reason)) as server:
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.finished == (reason == "stop")
@@ -197,8 +196,7 @@ def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302, 308])
-def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_were_answered(
-        impatient, status):
+def test_a_wrong_key_or_address_is_given_up_at_once_unless_others_were_answered(impatient, status):
     with refusing(status) as server:
         speaker = load_speaker(server.url)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0], SpeakerError)
@@ -212,8 +210,7 @@ def test_a_wrong_key_or_address_is_given_up_at_the_first_request_unless_others_w
         assert speaker.given_up is None
 
 
-def test_a_silent_server_is_told_of_once_and_costs_six_time_limits_not_one_for_each_conversation(
-        monkeypatch, capsys):
+def test_a_silent_server_is_told_of_once_and_costs_six_time_limits_in_all(monkeypatch, capsys):
     monkeypatch.setattr("speakers.server.TOLD_AFTER", 0.2)
     with running(echo, fault_rate=1.0, faults=["silence"]) as server:
         settings = SpeakerSettings(max_new_tokens=8)
@@ -527,8 +524,7 @@ def test_what_a_server_says_does_not_steer_the_terminal(impatient):
 
 
 @pytest.mark.parametrize("words_before", [0, 270, 285, 290, 299, 300])
-def test_a_server_that_repeats_the_api_key_gets_no_part_of_it_into_an_error_however_it_is_cut(
-        impatient, monkeypatch, words_before):
+def test_no_part_of_a_repeated_api_key_gets_into_a_cut_error(impatient, monkeypatch, words_before):
     def repeat_the_key(handler, body):
         key = handler.headers["Authorization"].removeprefix("Bearer ")
         return handler.reply(400, b"." * words_before + f"{key}{key} is no key".encode())
@@ -540,8 +536,7 @@ def test_a_server_that_repeats_the_api_key_gets_no_part_of_it_into_an_error_howe
     assert "sk" not in str(error)
 
 
-def test_a_line_break_after_the_api_key_is_dropped_and_an_unusable_key_is_not_quoted(
-        impatient, monkeypatch):
+def test_a_line_break_after_the_api_key_is_dropped_a_bad_key_is_not_quoted(impatient, monkeypatch):
     with running(echo, models=ADAPTERS[:1]) as server:
         monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret\n")
         assert ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0].text

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import TEMPLATES, UNNESTED, byte_tokenizer, tiny_model
+from conftest import TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model
 from parties import ask_all, slow_text
 
 import speakers.local
@@ -207,7 +207,7 @@ def test_an_utterance_is_marked_finished_unless_it_was_cut():
 def test_a_scripted_text_depends_on_the_seed_and_each_sample_has_its_own():
     agent = load_speaker("scripted")
     tasks = toy_tasks("toy:backend:train", 3) * 4
-    conversations = [[{"role": "user", "content": task["problem_description"]}] for task in tasks]
+    conversations = [dialogue(task["problem_description"]) for task in tasks]
     answers = ask_all(agent, conversations, n=4, seeds=range(12), tasks=tasks)
     assert answers == ask_all(agent, conversations, n=4, seeds=range(12), tasks=tasks)
     assert answers[5] == ask_all(agent, [conversations[5]], n=4, seeds=[5], tasks=[tasks[5]])[0]
@@ -244,8 +244,7 @@ def test_a_named_script_of_ones_own_speaks_on_tasks_of_no_embedded_world(monkeyp
 
 def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
     task = {"domain": "backend", "problem_description": "write f", "ground_truth": "x"}
-    opening = [{"role": "user", "content": "write f"}]
-    later = opening + [{"role": "assistant", "content": "?"}, {"role": "user", "content": "!"}]
+    opening, later = dialogue("write f"), dialogue("write f", "?", "!")
     agent, human = load_speaker("scripted"), load_speaker("scripted", "human")
     first, second = ask_all(agent, [opening, later], seeds=[0, 0], tasks=[task, task])
     assert first == [Utterance("What else should I know?", True)]

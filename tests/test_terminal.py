@@ -130,8 +130,7 @@ def test_show_ends_quietly_with_its_pager_and_prints_on_plain_terminals(tmp_path
 # colbench.py check
 
 
-def test_check_names_lines_and_reasons_and_spells_out_what_could_steer_a_terminal(
-        tmp_path, capsys):
+def test_check_names_lines_and_reasons_and_spells_out_what_steers_a_terminal(tmp_path, capsys):
     tasks = write(tmp_path / "tasks.jsonl", TASKS)
     tasks.write_text("\n\n" + tasks.read_text())
     with pytest.raises(SystemExit) as end:
@@ -155,8 +154,7 @@ def test_check_says_which_test_is_no_expression(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("profile", ["fixed", "official"])
-def test_check_ends_well_if_all_tasks_can_be_solved_and_refuses_those_that_nobody_can(
-        tmp_path, capsys, profile):
+def test_check_ends_well_if_all_can_be_solved_and_refuses_where_none_can(tmp_path, capsys, profile):
     flags = ["--judge", profile]
     colbench.main(["check", str(write(tmp_path / "good.jsonl", TASKS[:1])), *flags])
     printed = capsys.readouterr().out
@@ -195,8 +193,7 @@ UNSOLVABLE = episode("t", 0.0) | {"reasons": {"a": "solution failed"}}
     ([*EQUAL, episode("t", 0.0, 2)], []),
     ([UNSOLVABLE], ["1 of 1 tasks cannot be solved by their own solution"]),
 ])
-def test_a_hint_follows_missing_answers_equal_rewards_and_tasks_that_nobody_can_solve(
-        episodes, told):
+def test_hints_tell_of_missing_answers_equal_rewards_and_unsolvable_tasks(episodes, told):
     found = list(hints(episodes))
     assert len(found) == len(told) and all(map(str.startswith, found, told))
 
@@ -247,8 +244,7 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
     assert capsys.readouterr().err == ""
 
 
-def test_a_second_line_of_defence_that_is_missing_is_told_by_check_alone(
-        monkeypatch, capsys, tmp_path):
+def test_a_missing_second_line_of_defence_is_told_by_check_alone(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv(sandbox.TOLD, raising=False)
     status = status_without("own user")
     sandbox.tell_once(status)

@@ -331,8 +331,7 @@ def true_credit(row, factor=1):
 
 
 @pytest.mark.parametrize("factor, auc", [(1, 1.0), (0, 0.5), (-1, 0.0)])
-def test_the_auc_is_one_for_the_true_credit_half_for_a_constant_zero_for_its_opposite(
-        tasks, factor, auc):
+def test_the_auc_is_1_for_true_credit_half_for_a_constant_0_for_its_opposite(tasks, factor, auc):
     states = [state(task, lambda row: true_credit(row, factor)) for task in tasks[:5]]
     found = credit_auc(states, credits_of(states))
     kinds = ("all", "question_question", "answer_question_unknown")

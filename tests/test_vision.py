@@ -243,8 +243,7 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
     assert scores == pytest.approx(single, abs=1e-4)
 
 
-def test_without_privileged_information_no_picture_is_drawn_or_seen(
-        tiny_vision, tmp_path, monkeypatch):
+def test_no_picture_is_drawn_or_seen_without_privileged_access(tiny_vision, tmp_path, monkeypatch):
     monkeypatch.setattr(variants.sight, "Browser", None)
     save_critic(tmp_path / "blind", tiny_vision, "none")
     blind = ValueCritic(str(tmp_path / "blind"), "cpu")
@@ -316,8 +315,7 @@ def test_training_lowers_the_loss_and_the_checkpoint_scores(page_episodes, tiny_
 
 @needs_chromium
 @pytest.mark.slow
-def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
-        page_episodes, tiny_vision, tmp_path):
+def test_ranks_checkpointing_and_micro_batches_train_the_same(page_episodes, tiny_vision, tmp_path):
     one, *others = (trained_weights(page_episodes, tiny_vision, tmp_path / name, processes,
                                     "--max_steps", 3, *more)
                     for name, processes, more in (("one", 1, []),
@@ -335,8 +333,7 @@ def test_two_ranks_checkpointing_and_micro_batches_train_the_same_weights(
 
 @needs_chromium
 @pytest.mark.slow
-def test_ranks_with_uneven_shares_of_pages_do_not_wait_for_each_other(
-        page_episodes, tiny_vision, tmp_path):
+def test_ranks_with_uneven_shares_of_pages_do_not_hang(page_episodes, tiny_vision, tmp_path):
     flags = "--max_steps", 1, "--privileged", "none", "--batch_size", 3
     one = trained_weights(page_episodes, tiny_vision, tmp_path / "one", 1, *flags)
     two = trained_weights(page_episodes, tiny_vision, tmp_path / "two", 2, *flags,
