@@ -15,17 +15,15 @@ import torch.nn.functional as F
 from benchmark import Figures, Line, interleaved
 from conftest import ROOT, chat_tokenizer, dialogue
 from parties import HeldJudge, Served
-from transformers import (
-    AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList)
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import collect
 import train_critic
 import train_policy
 from colbench import encode_candidates
 from fast import packed
-from runtime.seeds import derive_seed
 from speakers.interface import Request, Speaker, SpeakerSettings
-from speakers.local import LocalSpeaker, encode_prompt, pick_tokens
+from speakers.local import LocalSpeaker, encode_prompt, pick_tokens, uniform_numbers
 from speakers.pool import run
 
 MAX_LENGTH = 16384
@@ -35,11 +33,15 @@ BETA = 0.1
 # Both sides have to agree
 
 
+def relative_difference(found, expected):
+    found, expected = (torch.as_tensor(values, dtype=torch.float64).flatten()
+                       for values in (found, expected))
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def check(name, ours, peer, tolerance):
     """Both sides compute the same, or there is nothing to compare."""
-    ours = torch.as_tensor(ours, dtype=torch.float64).flatten()
-    peer = torch.as_tensor(peer, dtype=torch.float64).flatten()
-    difference = ((ours - peer).norm() / peer.norm()).item()
+    difference = relative_difference(ours, peer)
     print(f"  {name}: relative difference {difference:.1e}, at most {tolerance:.0e}", flush=True)
     if not difference <= tolerance:
         raise SystemExit(
@@ -440,15 +442,12 @@ def bench_sampling(world, quick, repeats):
     messages = messages_of(prompt, random.Random(3))
     sampler = speaker(world, max_new_tokens=new)
     ids = torch.tensor([encode_prompt(world.tokenizer, messages)])
-    streams = [numpy.random.default_rng(derive_seed(7, index)).random(new) for index in range(16)]
-    uniform = torch.from_numpy(numpy.stack(streams))
+    uniform = uniform_numbers([7], 16, new)
 
-    class SameNumbers(LogitsProcessor):
+    def same_numbers(input_ids, scores):
         """Makes `generate` pick the token that our random numbers pick."""
-
-        def __call__(self, input_ids, scores):
-            picked = pick_tokens(scores, uniform[:, input_ids.shape[1] - ids.shape[1]], 1.0)
-            return torch.full_like(scores, -math.inf).scatter(1, picked[:, None], 0.0)
+        picked = pick_tokens(scores, uniform[:, input_ids.shape[1] - ids.shape[1]], 1.0)
+        return torch.full_like(scores, -math.inf).scatter(1, picked[:, None], 0.0)
 
     def peer(**options):
         # not greedy: one beam of greedy picks would be one sequence
@@ -459,7 +458,7 @@ def bench_sampling(world, quick, repeats):
     def ours():
         return sampler.reply(Request(messages, 16, 7))
 
-    theirs = peer(logits_processor=LogitsProcessorList([SameNumbers()]))[:, ids.shape[1]:]
+    theirs = peer(logits_processor=LogitsProcessorList([same_numbers]))[:, ids.shape[1]:]
     texts = [world.tokenizer.decode(row, skip_special_tokens=True) for row in theirs]
     if [utterance.text for utterance in ours()] != texts:
         raise SystemExit("found other tokens than generate's for the same random numbers, expected"

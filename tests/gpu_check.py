@@ -199,8 +199,7 @@ def report_parity(device, tokenizer):
         for name, function in (("plain", train_critic.turn_logprobs),
                                ("packed", packed.turn_logprobs)):
             found = logprobs_and_gradient(function, device, dtype, rows)
-            errors = [((mine - right).norm() / right.norm()).item()
-                      for mine, right in zip(found, exact, strict=True)]
+            errors = list(map(parts.relative_difference, found, exact))
             print(f"| {name}, {device}, {str(dtype).removeprefix('torch.')} | {errors[0]:.1e}"
                   f" | {errors[1]:.1e} |", flush=True)
             if not max(errors) <= limit:
@@ -213,7 +212,7 @@ def logprobs_and_gradient(function, device, dtype, rows):
     logprobs, tokens = function(model, rows)
     (logprobs.double() / tokens.clamp(min=1)).sum().backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return logprobs.detach().double().cpu(), gradient.double().cpu()
+    return logprobs.detach().cpu(), gradient.cpu()
 
 
 # -----------------------------------------------------------------------------
@@ -269,8 +268,7 @@ def report_scripts(args, tokenizer, folder):
 
 def compare(name, found, expected):
     """The margins of all steps of two runs."""
-    found, expected = ([line["train/margin"] for line in lines] for lines in (found, expected))
-    report_error(name, found, expected)
+    report_error(name, *([line["train/margin"] for line in lines] for lines in (found, expected)))
 
 
 def compare_checkpoint(name, folder):
@@ -288,12 +286,11 @@ def compare_checkpoint(name, folder):
 
 
 def report_error(name, found, expected):
-    found, expected = torch.tensor(found), torch.tensor(expected)
-    error = ((found - expected).norm() / expected.norm()).item()
+    error = parts.relative_difference(found, expected)
     print(f"Margins of the {name} differ by {error:.1e} of what training changed", flush=True)
     if not error <= 0.2:
-        raise SystemExit(f"found the margins {found.tolist()}, expected {expected.tolist()} but for"
-                         " the rounding of bf16, and a relative difference of at most 0.2")
+        raise SystemExit(f"found the margins {found}, expected {expected} but for the rounding of"
+                         " bf16, and a relative difference of at most 0.2")
 
 
 def report_full_size(args, device, tokenizer, folder):

@@ -171,8 +171,7 @@ def test_placeholder_pictures_have_the_size_asked_for_within_caps(address, size)
      "https://source.unsplash.com/320x240/?dog"),
 ])
 def test_a_placeholder_has_one_colour_in_all_sizes_and_others_another(address, same, other):
-    colours = [colour_at(placeholder_picture(one), 0, 0)
-               for one in (address, same, other)]
+    colours = [colour_at(placeholder_picture(one), 0, 0) for one in (address, same, other)]
     assert colours[0] == colours[1] != colours[2]
 
 

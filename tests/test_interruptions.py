@@ -337,9 +337,9 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_numbers(commands, tiny,
     ("mtdpo", {}),
     ("critic", {"--holdout": 0}),
     ("collect", {"--num_tasks": 1, "--samples_per_task": 1}),
+    ("collect", {}),
 ])
-def test_a_rank_without_data_neither_hangs_nor_changes_the_result(
-        commands, tmp_path, name, changes):
+def test_two_ranks_make_what_one_makes_even_without_data(commands, tmp_path, name, changes):
     command = commands[name]
     if name != "collect":
         changes = changes | {

@@ -117,8 +117,7 @@ def test_a_blank_page_is_far_from_every_real_page(browser, real_pages):
 def test_answers_without_a_page_score_zero_and_say_so(browser):
     task = {"ground_truth": PAGE}
     too_long = "<html>" + "x" * 10**6 + "</html>"
-    grades = [grade_page(task, answer, browser.render)
-              for answer in ("no page", too_long, PAGE)]
+    grades = [grade_page(task, answer, browser.render) for answer in ("no page", too_long, PAGE)]
     assert grades[0] == Grade(0.0, None, {"page": "no page in the answer"})
     assert grades[1].reward == 0.0
     assert "characters" in grades[1].reasons["page"]

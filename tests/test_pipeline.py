@@ -1,40 +1,21 @@
 """The four scripts in order, as a user runs them."""
 
-
 import pytest
-from conftest import needs_chromium, read_rows, run_script, write_rows
+from conftest import needs_chromium, run_script, write_rows
 
 from formats.read import read_episodes
 
 
-def play(path, *more, **options):
-    return run_script(
-        "collect.py", "--tasks", "toy:backend:train", "--num_tasks", 10, "--samples_per_task", 4,
-        "--agent", "toy/base", "--max_new_tokens", 96, "--output", path, *more, **options)
+def test_the_same_command_and_seed_give_the_same_bytes_and_another_seed_others(tmp_path):
+    def played(name, *more):
+        run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 10,
+                   "--samples_per_task", 4, "--agent", "toy/base", "--max_new_tokens", 96,
+                   "--output", tmp_path / name, *more)
+        return (tmp_path / name).read_bytes()
 
-
-@pytest.fixture(scope="module")
-def episodes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pipeline") / "episodes.jsonl"
-    play(path)
-    return path
-
-
-def test_the_same_command_and_seed_give_the_same_bytes_and_another_seed_others(episodes, tmp_path):
-    play(tmp_path / "again.jsonl", "--batch_size", 64)
-    assert (tmp_path / "again.jsonl").read_bytes() == episodes.read_bytes()
-    play(tmp_path / "other.jsonl", "--seed", 1)
-    assert (tmp_path / "other.jsonl").read_bytes() != episodes.read_bytes()
-
-
-def test_two_processes_play_every_task_and_sample_once(episodes, tmp_path):
-    play(tmp_path / "two.jsonl", processes=2)
-
-    def keys(path):
-        return sorted((row["task"]["task_id"], row["sample"]) for row in read_rows(path))
-
-    one = keys(episodes)
-    assert one == keys(tmp_path / "two.jsonl") and len(set(one)) == 40
+    one = played("one.jsonl")
+    assert played("again.jsonl", "--batch_size", 64) == one
+    assert played("other.jsonl", "--seed", 1) != one
 
 
 def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, tmp_path):

@@ -221,8 +221,7 @@ def test_turns_and_endings_are_stacked_by_their_share(shown):
     assert titles == ["Success %, with 95 % intervals", "What the turns are, %",
                       "How episodes end, %"]
     turns, endings = "#results figure:nth-of-type(2)", "#results figure:nth-of-type(3)"
-    assert shown.each(f"{turns} .legend span", "e.innerText") == ["useful question",
-                                                                    "wrong answer"]
+    assert shown.each(f"{turns} .legend span", "e.innerText") == ["useful question", "wrong answer"]
     tips = shown.each(f"{endings} rect", "e.textContent")
     assert tips == ["ours, solved: 50.0 %", "ours, wrong answer: 50.0 %",
                     "theirs, wrong answer: 66.7 %", "theirs, no answer: 16.7 %",
@@ -635,8 +634,7 @@ def test_too_much_omits_screenshots_first_then_whole_tasks():
 
 
 def test_a_picture_that_many_episodes_share_is_stored_once():
-    run = [episode(task, screenshot="A", solution_screenshot="B", error=None)
-           for task in range(3)]
+    run = [episode(task, screenshot="A", solution_screenshot="B", error=None) for task in range(3)]
     data, _ = unpacked({"p": [run]}, 10**6)
     assert data["pictures"] == ["A", "B"]
 
