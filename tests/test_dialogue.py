@@ -74,10 +74,6 @@ def test_a_repeated_official_row_is_another_task_and_a_repeated_id_is_refused(tm
         read_tasks(write(tmp_path / "t.jsonl", named, named))
 
 
-def test_blank_lines_are_no_tasks(tmp_path):
-    assert len(read_tasks(write(tmp_path / "t.jsonl", TASK, "", TASK, " "))) == 2
-
-
 def test_a_file_of_episodes_given_twice_and_domains_together_are_refused(tmp_path):
     row = {"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": 1.0}
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
@@ -89,7 +85,8 @@ def test_a_file_of_episodes_given_twice_and_domains_together_are_refused(tmp_pat
         load_episodes([functions, pages])
 
 
-def test_a_missing_or_empty_file_is_a_sentence(tmp_path):
+def test_blank_lines_are_no_tasks_and_a_missing_or_empty_file_is_a_sentence(tmp_path):
+    assert len(read_tasks(write(tmp_path / "t.jsonl", TASK, "", TASK, " "))) == 2
     with pytest.raises(SystemExit, match="no such file"):
         read_tasks(str(tmp_path / "none.jsonl"))
     with pytest.raises(SystemExit, match="found no line"):

@@ -169,11 +169,6 @@ def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
             read(path)
 
 
-def test_a_file_of_lone_dialogues_is_imported_and_told_that_nothing_can_be_compared(tmp_path):
-    _, said = imported(tmp_path, *(log_line(task=name) for name in "abc"))
-    assert "nothing can be compared" in said
-
-
 @pytest.mark.parametrize("line, found", [
     (log_line(reward=float("nan")), "reward nan"),
     (log_line(reward="good"), "reward 'good'"),
@@ -200,9 +195,13 @@ def test_all_lines_that_do_not_fit_are_named_at_once(tmp_path):
     assert ["line 1" in lines[0], "line 3" in lines[1], len(lines)] == [True, True, 3]
 
 
-def test_dialogues_that_repeat_an_earlier_one_are_kept_and_counted(tmp_path):
-    episodes, said = imported(tmp_path, log_line(), log_line(reward=0.0), log_line())
-    assert "count as often: 1" in said and len(episodes) == 3
+@pytest.mark.parametrize("lines, told", [
+    ([log_line(), log_line(reward=0.0), log_line()], "count as often: 1"),
+    ([log_line(task=name) for name in "abc"], "nothing can be compared"),
+])
+def test_dialogues_that_repeat_others_or_are_alone_are_kept_and_told(tmp_path, lines, told):
+    episodes, said = imported(tmp_path, *lines)
+    assert told in said and len(episodes) == 3
 
 
 def test_a_content_of_several_texts_is_one_text(tmp_path):
