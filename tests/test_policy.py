@@ -14,8 +14,8 @@ from conftest import (
 import train_policy
 from colbench import agent_prompt_of, encode_candidates
 from formats.read import group_by_task, load_episodes, read_candidates
-from speakers.interface import Request, SpeakerSettings
-from speakers.local import LocalSpeaker
+from speakers.interface import SpeakerSettings
+from speakers.local import LocalSpeaker, encode_prompt
 from toy.world import toy_tasks
 from train_policy import (
     PAIRINGS, candidate_pairs, dialogue_pairs, dialogue_row, dpo_loss, dpo_objective,
@@ -149,26 +149,16 @@ def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is(
 
 
 def test_training_reads_the_very_tokens_that_sampling_made():
-    settings = SpeakerSettings(temperature=1.0, max_new_tokens=64, batch_size=64)
-    policy = LocalSpeaker(str(ROOT / "toy/base"), settings)
-    sampled, utterance = [], policy._utterance
-
-    def recorded(sample):
-        made = utterance(sample)
-        sampled.append((made.text, made.finished, sample.tokens))
-        return made
-
-    policy._utterance = recorded
-    prompts = [[{"role": "user", "content": task["problem_description"]}]
-               for task in toy_tasks("toy:backend:train", 8)]
-    for seed, messages in enumerate(prompts):
-        policy.reply(Request(messages, 16, seed))
-    assert len(sampled) == 128
-    for text, finished, tokens in sampled:
-        (ids, turn_index), = encode_candidates(policy.tokenizer, prompts[0], [text], [finished],
-                                               8192)
-        own = ids[turn_index.index(0):]
-        assert (own[:-1] if finished else own) == tokens
+    policy = LocalSpeaker(str(ROOT / "toy/base"), SpeakerSettings(max_new_tokens=64))
+    for seed, task in enumerate(toy_tasks("toy:backend:train", 8)):
+        messages = dialogue(task["problem_description"])
+        prompt = encode_prompt(policy.tokenizer, messages)
+        samples = policy._generate([prompt], [None], 16, [seed])
+        texts, finished = zip(*map(policy._utterance, samples), strict=True)
+        rows = encode_candidates(policy.tokenizer, messages, texts, finished, 8192)
+        for sample, (ids, _) in zip(samples, rows, strict=True):
+            assert ids == prompt + sample.tokens + ids[-1:] * sample.finished
+            assert ids[-1] == policy.tokenizer.eos_token_id or not sample.finished
 
 
 def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
