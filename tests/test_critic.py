@@ -267,8 +267,9 @@ def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth():
 # The script
 
 
-def flags(path, model, output, *more):
-    return training(path, model, output, "--holdout", 0.2, "--dtype", "float32", *more)
+def train(episodes, model, output, *more, run=run_script, **options):
+    return run("train_critic.py", *training(
+        episodes, model, output, "--holdout", 0.2, "--dtype", "float32", *more), **options)
 
 
 def write_candidates(path, states=6):
@@ -284,15 +285,15 @@ def write_candidates(path, states=6):
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic")
-    episodes = write_episodes(folder / "episodes.jsonl")
-    done = run_script("train_critic.py", *flags(episodes, tiny(), folder / "critic"))
-    return folder, done.stdout
+    done = train(write_episodes(folder / "episodes.jsonl"), tiny(), folder / "critic")
+    (folder / "printed").write_text(done.stdout)
+    return folder
 
 
 def test_training_reports_its_pairs_and_how_it_does_on_held_out_tasks(trained):
-    folder, printed = trained
+    printed = (trained / "printed").read_text()
     assert "8 pairs from 4 tasks" in printed and "2 tasks held out" in printed
-    lines = metrics(folder / "critic")
+    lines = metrics(trained / "critic")
     assert [line["step"] for line in lines] == list(range(4))
     assert ["holdout/loss" in line for line in lines] == [False, True, False, True]
     for name in ("loss", "accuracy"):
@@ -300,7 +301,7 @@ def test_training_reports_its_pairs_and_how_it_does_on_held_out_tasks(trained):
 
 
 def test_the_first_step_starts_from_the_reference(trained):
-    first = metrics(trained[0] / "critic")[0]
+    first = metrics(trained / "critic")[0]
     assert first["train/margin"] == pytest.approx(0, abs=1e-5)
     assert first["train/loss"] == pytest.approx(math.log(2) + 0.01 * first["train/nll"], abs=1e-5)
 
@@ -323,22 +324,18 @@ def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
 ])
 def test_ranks_packing_recomputation_and_micro_batches_do_not_change_the_weights(
         trained, tiny, tmp_path, processes, more):
-    folder, _ = trained
     output = tmp_path / "critic"
-    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), output, *more),
-               processes=processes)
-    assert not differing_weights(folder / "critic", output, 1e-5)
+    train(trained / "episodes.jsonl", tiny(), output, *more, processes=processes)
+    assert not differing_weights(trained / "critic", output, 1e-5)
     losses = [[line["train/loss"] for line in metrics(path)]
-              for path in (folder / "critic", output)]
+              for path in (trained / "critic", output)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_two_ranks_train_tied_embeddings_as_one_does(trained, tiny, tmp_path):
-    folder, _ = trained
     for processes in (1, 2):
-        output = tmp_path / str(processes)
-        run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(tied=True), output),
-                   processes=processes)
+        train(trained / "episodes.jsonl", tiny(tied=True), tmp_path / str(processes),
+              processes=processes)
     assert not differing_weights(tmp_path / "1", tmp_path / "2", 1e-5)
     assert "lm_head.weight" not in weights(tmp_path / "1")
 
@@ -349,10 +346,8 @@ def test_two_ranks_train_tied_embeddings_as_one_does(trained, tiny, tmp_path):
     ("--shuffle", "groups"), ("--dtype", "bfloat16"),
 ])
 def test_each_ablation_flag_has_its_effect(trained, tiny, tmp_path, change):
-    folder, _ = trained
-    output = tmp_path / "critic"
-    run_script("train_critic.py", *flags(folder / "episodes.jsonl", tiny(), output, *change))
-    assert differing_weights(folder / "critic", output)
+    train(trained / "episodes.jsonl", tiny(), tmp_path / "critic", *change)
+    assert differing_weights(trained / "critic", tmp_path / "critic")
 
 
 @pytest.mark.parametrize("script", ["train_critic.py", "train_policy.py"])
@@ -372,9 +367,9 @@ def test_a_log_without_ground_truth_is_refused_by_a_critic_that_would_show_it(ti
     for row in rows:
         row["task"] |= {"domain": "logged", "ground_truth": ""}
         row["success"] = None
-    given = flags(write_rows(tmp_path / "e.jsonl", rows), tiny(), tmp_path / "o")
-    assert "task t: found no ground_truth" in refusal("train_critic.py", *given)
-    run_script("train_critic.py", *given, "--privileged", "none")
+    given = write_rows(tmp_path / "e.jsonl", rows), tiny(), tmp_path / "o"
+    assert "task t: found no ground_truth" in train(*given, run=refusal)
+    train(*given, "--privileged", "none")
 
 
 @pytest.mark.parametrize("script, rewards, max_length", [
@@ -395,8 +390,7 @@ def test_failed_episodes_are_left_out_and_counted(tiny, tmp_path):
     path = write_episodes(tmp_path / "episodes.jsonl")
     with open(path, "a") as file:
         file.write(json.dumps(episode("task0", None, 9, error="human: gone")) + "\n")
-    done = run_script("train_critic.py",
-                      *flags(path, tiny(), tmp_path / "critic", "--max_steps", 1))
+    done = train(path, tiny(), tmp_path / "critic", "--max_steps", 1)
     assert "18 episodes of 6 tasks (1 failed" in done.stdout
 
 
@@ -420,7 +414,7 @@ def test_a_second_kill_between_renames_of_a_state_leaves_one_to_resume(tiny, tmp
 
 
 def test_a_complete_critic_ranks_without_training_whatever_ranks_and_packing(trained, tmp_path):
-    critic, candidates = trained[0] / "critic", write_candidates(tmp_path / "candidates.jsonl")
+    critic, candidates = trained / "critic", write_candidates(tmp_path / "candidates.jsonl")
     before = (critic / "model.safetensors").stat().st_mtime
     for name, processes, more in (("one", 1, ()), ("two", 2, ("--packed",))):
         done = run_script("train_critic.py", "--output", critic, "--candidates", candidates,
@@ -440,7 +434,7 @@ def test_a_complete_critic_ranks_without_training_whatever_ranks_and_packing(tra
 
 
 def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
-    given = ["--output", trained[0] / "critic", "--ranked", tmp_path / "ranked", "--candidates"]
+    given = ["--output", trained / "critic", "--ranked", tmp_path / "ranked", "--candidates"]
     two, three = (write_candidates(tmp_path / f"{states}.jsonl", states) for states in (2, 3))
     run_script("train_critic.py", *given, two)
     assert "choose another --ranked" in refusal("train_critic.py", *given, three)
@@ -448,7 +442,7 @@ def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
 
 
 def test_a_state_that_is_too_long_has_no_advantages(trained):
-    critic = Critic(str(trained[0] / "critic"), "cpu")
+    critic = Critic(trained / "critic", "cpu")
     assert critic.advantages(TASK, dialogue("t" * 600), ["a"], [True]) is None
     assert critic.dialogue(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) is None
 
@@ -456,7 +450,7 @@ def test_a_state_that_is_too_long_has_no_advantages(trained):
 @pytest.mark.parametrize("forward", [turn_logprobs, packed.turn_logprobs])
 def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forward):
     monkeypatch.setattr(train_critic, "turn_logprobs", forward)
-    critic = Critic(str(trained[0] / "critic"), "cpu")
+    critic = Critic(trained / "critic", "cpu")
     assert critic.advantages(TASK, dialogue("t"), ["\n", ""], [False, False]) == [0.0, 0.0]
     assert critic.advantages(TASK, dialogue("t"), ["\n", "x"], [False, False])[0] == 0.0
 
@@ -465,9 +459,8 @@ def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forw
 def test_more_steps_rank_again_even_after_a_ranking_was_killed(trained, tiny, tmp_path, killed):
     candidates = write_candidates(tmp_path / "candidates.jsonl")
     for steps in (1, 2):
-        run_script("train_critic.py", *flags(
-            trained[0] / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
-            "--max_steps", steps))
+        train(trained / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
+              "--max_steps", steps)
         file = tmp_path / "critic/ranked.jsonl"
         ranked = read_rows(file)
         if killed:
@@ -479,7 +472,7 @@ def test_more_steps_rank_again_even_after_a_ranking_was_killed(trained, tiny, tm
 
 def test_the_rankings_reference_sees_the_solution_unless_it_is_plain(trained):
     arguments = (TASK, dialogue("t"), ["what is it?"], [True])
-    privileged, plain = (Critic(str(trained[0] / "critic"), "cpu", reference=name)
+    privileged, plain = (Critic(trained / "critic", "cpu", reference=name)
                          for name in ("privileged", "plain"))
     for critic in (privileged, plain):
         critic.model = critic.reference  # untrained: only the solution can tell the two apart
@@ -488,7 +481,7 @@ def test_the_rankings_reference_sees_the_solution_unless_it_is_plain(trained):
 
 
 def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by_one(trained):
-    critic = Critic(str(trained[0] / "critic"), "cpu")
+    critic = Critic(trained / "critic", "cpu")
     texts = ("t", "what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x")
     whole = episode("t", 1.0, texts=texts)
     single = []
@@ -500,7 +493,7 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
 
 
 def test_an_advantage_that_is_no_finite_number_ends_the_run_with_a_sentence(trained, monkeypatch):
-    critic = Critic(str(trained[0] / "critic"), "cpu")
+    critic = Critic(trained / "critic", "cpu")
     monkeypatch.setattr(train_critic, "advantage", lambda *_: torch.tensor([[0.5], [math.nan]]))
     with pytest.raises(SystemExit, match="not finite .*--dtype float32"):
         critic.advantages(TASK, dialogue("t"), ["a", "b"], [True, True])
@@ -509,7 +502,7 @@ def test_an_advantage_that_is_no_finite_number_ends_the_run_with_a_sentence(trai
 def test_a_policy_or_a_stranger_is_refused_as_critic(trained, tiny, tmp_path):
     candidates = write_candidates(tmp_path / "candidates.jsonl")
     shutil.copytree(tiny(), tmp_path / "stranger")
-    shutil.copytree(trained[0] / "critic", tmp_path / "policy")
+    shutil.copytree(trained / "critic", tmp_path / "policy")
     run = json.loads((tmp_path / "policy/run.json").read_text())
     del run["flags"]["privileged"]
     (tmp_path / "policy/run.json").write_text(json.dumps(run | {"script": "train_policy.py"}))

@@ -187,19 +187,20 @@ def save_critic(folder, tiny_vision, privileged):
 
 @pytest.fixture(scope="module")
 def critic(tiny_vision, tmp_path_factory):
-    """(critic reopened from its directory, the model that was saved there)"""
+    """A critic reopened from its directory; `saved` is the model that was saved there."""
     folder = tmp_path_factory.mktemp("critics") / "seeing"
-    model = save_critic(folder, tiny_vision, "ground_truth")
-    return ValueCritic(str(folder), "cpu"), model
+    saved = save_critic(folder, tiny_vision, "ground_truth")
+    reopened = ValueCritic(str(folder), "cpu")
+    reopened.saved = saved
+    return reopened
 
 
 @needs_chromium
 def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(critic):
-    reopened, model = critic
-    sight = reopened.reader.sight
+    model, sight = critic.saved, critic.reader.sight
     task = page_task()
     episode = page_episode(task, ["one page", "another", "the last"], 0.5)
-    scores = reopened.turn_advantages([reopened.dialogue(episode)])[0].tolist()
+    scores = critic.turn_advantages([critic.dialogue(episode)])[0].tolist()
 
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
@@ -210,7 +211,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
-    turns = reopened.reader.dialogue(episode).turn_index
+    turns = critic.reader.dialogue(episode).turn_index
     ends = [len(turns) - turns[::-1].index(turn) for turn in range(3)]
     expected = model.score(torch.stack([hidden[:end].mean(0) for end in ends]))[:, 0].tolist()
     assert scores == pytest.approx(expected, abs=1e-4)
@@ -219,27 +220,25 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
 
 @needs_chromium
 def test_another_solution_page_changes_the_scores_and_other_candidates_do_not(critic):
-    reopened, _ = critic
     white, dark = page_task(page="white"), page_task(page="dark")
     texts = ["a page", "another page", "a page"]
-    scores = reopened.advantages(white, MESSAGES, texts, [True] * 3)
+    scores = critic.advantages(white, MESSAGES, texts, [True] * 3)
     assert scores[0] == scores[2] != scores[1]
-    alone = [reopened.advantages(white, MESSAGES, [text], [True])[0] for text in texts[1:]]
+    alone = [critic.advantages(white, MESSAGES, [text], [True])[0] for text in texts[1:]]
     assert scores[1:] == alone
-    other = reopened.advantages(dark, MESSAGES, texts, [True] * 3)
+    other = critic.advantages(dark, MESSAGES, texts, [True] * 3)
     assert all(abs(a - b) > 1e-4 for a, b in zip(scores, other, strict=True))
 
 
 @needs_chromium
 def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic):
-    reopened, _ = critic
     episode = page_episode(page_task(), ["one page", "another", "the last"], 0.5)
     single = []
     for state in states_of([episode]):
         text = episode["dialogue_history"][2 * state["turn"] + 1]["content"]
-        single += reopened.advantages(episode["task"], state["messages"], [text],
+        single += critic.advantages(episode["task"], state["messages"], [text],
                                       [state["turn"] < 2])
-    scores = reopened.turn_advantages([reopened.dialogue(episode)])[0].tolist()
+    scores = critic.turn_advantages([critic.dialogue(episode)])[0].tolist()
     assert scores == pytest.approx(single, abs=1e-4)
 
 
@@ -263,16 +262,15 @@ def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_o
 
 @needs_chromium
 def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
-    reopened, _ = critic
     episode = page_episode(page_task(), ["one page " * 20, "another", "the last"], 0.5)
-    reader = reopened.reader
+    reader = critic.reader
     whole, limit = reader.dialogue(episode), reader.max_length
     try:
         reader.max_length = len(whole.ids) - 1
         row = reader.dialogue(episode)
         opening = whole.turn_index.index(0)
         assert max(row.turn_index) == 1 and row.ids[:opening] == whole.ids[:opening]
-        assert row.ids[:opening].count(reopened.model.config.image_token_id) > 4
+        assert row.ids[:opening].count(critic.model.config.image_token_id) > 4
         reader.max_length = 20
         assert reader.dialogue(episode) is None
     finally:
@@ -367,7 +365,6 @@ def test_what_a_critic_that_sees_is_shown_may_be_any_field_of_the_task(tiny_visi
 
 @needs_chromium
 def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_path):
-    reopened, _ = critic
     save_critic(tmp_path / "critic", tiny_vision, "ground_truth")
     state = ranked_state({"a page": 0.0, "another": 0.0}, MESSAGES, task=page_task(),
                          finished=[True, False])  # whose advantages are replaced
@@ -375,5 +372,5 @@ def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_pat
     run_script("variants/value_critic.py", "--output", tmp_path / "critic", "--candidates",
                candidates)
     ranked = json.loads((tmp_path / "critic/ranked.jsonl").read_text())
-    expected = reopened.advantages(state["task"], MESSAGES, state["candidates"], state["finished"])
+    expected = critic.advantages(state["task"], MESSAGES, state["candidates"], state["finished"])
     assert ranked["advantages"] == pytest.approx(expected, abs=1e-4)
