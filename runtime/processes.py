@@ -83,7 +83,7 @@ def end_with_parent(number):
 
     Otherwise its processes would go on alone, or wait for each other for days.
     """
-    if "RANK" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_DEATH, int(number), 0, 0, 0)
         if os.getppid() != PARENT:
             raise SystemExit("torchrun has ended")
