@@ -79,7 +79,7 @@ def official_episodes(path, prompt):
 def log_episodes(path, prompt):
     """An episode for each line of a log. After lines that do not fit, it stops and names them."""
     episodes, samples, faults = [], {}, []  # samples: task -> the numbers of its dialogues
-    ignored, roles = set(), Counter()
+    unnumbered, ignored, roles = [], set(), Counter()
     for where, row in read_jsonl(path):
         wrong = faults_of(row)
         if wrong:
@@ -99,18 +99,24 @@ def log_episodes(path, prompt):
         if key is None:
             key = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         used, number = samples.setdefault(str(key), set()), row.get("sample")
-        if number is None:
-            number = next(free for free in itertools.count(len(used)) if free not in used)
         if number in used:
             faults.append(f"{where}: found sample {number} of task {key!r} a second time")
             continue
-        used.add(number)
+        if number is not None:
+            used.add(number)
         episodes.append(complete_episode({
             "task": {"task_id": str(key), "domain": "logged", "problem_description": request,
                      "ground_truth": row.get("ground_truth") or ""},
             "sample": number, "dialogue_history": messages,
             "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
             "agent_prompt": system or "", "leak": 0.0}, where))
+        if number is None:
+            unnumbered.append(episodes[-1])
+    for episode in unnumbered:  # now that all numbers are known that lines name
+        used = samples[episode["task"]["task_id"]]
+        free = itertools.count(len(used))
+        episode["sample"] = next(number for number in free if number not in used)
+        used.add(episode["sample"])
     if faults:
         more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
@@ -151,8 +157,9 @@ def faults_of(row):
         faults.append(f"reward {reward!r}, which is no finite number" if "reward" in row
                       else "no reward")
     for key, kind in OPTIONS.items():
-        if row.get(key) is not None and not isinstance(row[key], kind):
-            faults.append(f"{key} of type {type(row[key]).__name__}")
+        value = row.get(key)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            faults.append(f"{key} of type {type(value).__name__}")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return [*faults, "no list of messages, but the keys"

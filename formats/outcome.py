@@ -40,9 +40,7 @@ def lacks_answer(episode):
     if episode["reasons"] and "test_cases" in episode["task"]:  # `reasons_of` has marked them
         return "no answer" in episode["reasons"].values()
     # pages and imported episodes have no reasons: look for the marker in the agent's last message
-    last = episode["dialogue_history"][1::2][-1]
-    text = last.get("output") or last["content"]
-    _, _, answer = text.partition(ANSWER_MARKER)
+    _, _, answer = episode["dialogue_history"][1::2][-1]["content"].partition(ANSWER_MARKER)
     return not answer.strip() and not episode["success"]
 
 

@@ -19,7 +19,7 @@ EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 EPISODE_OPTIONS = {
     "sample": int, "answer": str, "reward": NUMBER, "success": bool, "reasons": dict,
     "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str,
-    "max_turns": int, "seed": int, "error": str,
+    "max_turns": int, "seed": int, "error": str, "best_of_n": int, "scorer": str,
 }
 STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
 CANDIDATE_KEYS = {"candidates": list, "finished": list}

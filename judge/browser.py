@@ -69,7 +69,8 @@ CHROMIUM_FLAGS = [
     "--host-resolver-rules=MAP * ~NOTFOUND",
 ]
 # A frame with `sandbox` has a process of its own, which the command for its page does not reach.
-NO_SCRIPT = "--blink-settings=scriptEnabled=false"
+# Animated pictures show their first frame.
+NO_SCRIPT = "--blink-settings=scriptEnabled=false,imageAnimationPolicy=2"
 # The shell gives Chromium our pipes as descriptors 3 and 4. It removes the profile in the end, even
 # if our process was killed, as Chromium quits when its pipe closes.
 CHROMIUM_SHELL = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$HOME"'
@@ -205,7 +206,7 @@ class DevTools:
             message["sessionId"] = self.session
         unsent = memoryview(json.dumps(message).encode() + b"\0")
         while unsent:
-            self._wait_until_ready([], [self.process.stdin])
+            self._wait_until_ready(self.process.stdin, select.POLLOUT)
             try:
                 written = os.write(self.process.stdin.fileno(), unsent)
             except BlockingIOError:
@@ -218,7 +219,7 @@ class DevTools:
     def wait(self):
         """Wait for one message and return it, after handling it if it is an event."""
         while b"\0" not in self._received:
-            self._wait_until_ready([self.process.stdout], [])
+            self._wait_until_ready(self.process.stdout, select.POLLIN)
             data = os.read(self.process.stdout.fileno(), 1 << 20)
             if not data:
                 raise Crash("the browser crashed")
@@ -229,12 +230,12 @@ class DevTools:
             self.on_event(message)
         return message
 
-    def _wait_until_ready(self, readable, writable):
+    def _wait_until_ready(self, file, event):
+        poll = select.poll()  # unlike select.select, it takes descriptors from 1024 on
+        poll.register(file, event)
         left = self.deadline - time.monotonic()
-        if left > 0:
-            readable, writable, _ = select.select(readable, writable, [], left)
-            if readable or writable:
-                return
+        if left > 0 and poll.poll(1000 * left):
+            return
         raise PageError(f"the page took more than {self.seconds:g} seconds")
 
 
@@ -270,13 +271,13 @@ class Browser:
             return self._draw_in_time(html)
 
     def _draw_in_time(self, html):
-        if self.devtools is None or self.pages_left == 0:
-            self._start()
-        self.pages_left -= 1
-        self.devtools.set_deadline(self.seconds_per_page)
         try:
+            if self.devtools is None or self.pages_left == 0:
+                self._start()
+            self.pages_left -= 1
+            self.devtools.set_deadline(self.seconds_per_page)
             return self._draw(html)
-        except PageError:
+        except Exception:
             self.close()  # whatever the page did to Chromium ends here
             raise
 
@@ -315,6 +316,8 @@ class Browser:
         devtools.call("Fetch.enable")
         devtools.call("Browser.setDownloadBehavior", behavior="deny")
         devtools.call("Emulation.setScriptExecutionDisabled", value=True)
+        devtools.call("Animation.enable")  # those that a page's own !important keeps, see below
+        devtools.call("Animation.setPlaybackRate", playbackRate=0)
         devtools.call(
             "Emulation.setDeviceMetricsOverride",
             width=PAGE_WIDTH,

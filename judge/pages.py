@@ -160,13 +160,18 @@ class ClipReward:
             raise ValueError(f"found crop={crop!r}, expected 'center' or 'pad'")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.model = CLIPModel.from_pretrained(name).to(device).eval()
+            model, report = CLIPModel.from_pretrained(name, output_loading_info=True)
             self.processor = CLIPImageProcessorPil.from_pretrained(name)
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise SystemExit(
                 f"found no CLIP model {name} ({error}), expected its name or directory; download "
                 "it on a machine with network, or pass --clip none for the embedded similarity"
             ) from error
+        if report["missing_keys"]:  # they would be random
+            first = sorted(report["missing_keys"])[0]
+            raise SystemExit(f"{name}: found no weights {first}, expected all of a CLIP model;"
+                             " choose another --clip")
+        self.model = model.to(device).eval()
         self.crop = crop
         self.device = device
         # all answers to a task are compared with the same solution

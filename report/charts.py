@@ -3,13 +3,13 @@
 A chart of results or of a critic is of a kind, bars or stack; a training run has curves.
 """
 
-import math
 from collections import Counter, defaultdict
 
 import numpy
 
 from colbench import DOMAINS
 from formats.outcome import lacks_answer
+from formats.read import is_finite
 from judge.sandbox import SOLUTION_FAILED
 from formats.verdict import heading
 
@@ -145,7 +145,7 @@ def training_curves(run):
     for row in run.rows:
         for key, value in row.items():
             drawn = key in CURVES or key.startswith("train/")  # also what a fork logs
-            if drawn and isinstance(value, (int, float)) and math.isfinite(value):
+            if drawn and isinstance(value, (int, float)) and is_finite(value):
                 series[key].append((row["step"], value))
     curves = []
     for key in [*CURVES, *(key for key in series if key not in CURVES)]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from colbench import DOMAINS, MAX_TURNS
+from colbench import DOMAINS, MAX_TURNS, agent_view
 from evaluate import LEAK
 from formats.outcome import lacks_answer
 from judge.browser import Browser
@@ -106,9 +106,13 @@ def annotate(policies, critic, held_out):
     episodes = [episode for policy in policies.values() for of_seed in policy
                 for episode in of_seed if not episode["error"]]
     for episode in episodes:  # a foreign file may have anything under these names
-        for key in ("advantages", "credits"):
+        for key, kind in (("advantages", (int, float)), ("credits", str)):
             given = episode.get(key)
-            if not isinstance(given, list) or len(given) != episode["turns"]:
+            sound = isinstance(given, list) and len(given) == episode["turns"]
+            if not sound or not all(value is None or isinstance(value, kind) for value in given):
+                episode[key] = None
+        for key in ("screenshot", "solution_screenshot"):
+            if not isinstance(episode.get(key), str):
                 episode[key] = None
     if critic:
         add_advantages(critic, episodes)
@@ -137,8 +141,19 @@ def add_advantages(critic, episodes):
         part, rows = rows[:size], rows[size:]
         values = critic.turn_advantages([row for row, _ in part]).tolist()
         for (row, episode), of_turns in zip(part, values, strict=True):
-            episode["advantages"][-row.turns:] = of_turns[:row.turns]
+            end = episode["turns"] - empty_turns_at_the_end(episode)  # of which the row has none
+            episode["advantages"][end - row.turns:end] = of_turns[:row.turns]
         bar.update(len(part))
+
+
+def empty_turns_at_the_end(episode):
+    """How many last turns have no token: empty messages that were cut."""
+    messages, finished = agent_view(episode)
+    texts = [message["content"] for message in messages if message["role"] == "assistant"]
+    count = 0
+    while count < len(texts) and not texts[-1 - count] and not finished[-1 - count]:
+        count += 1
+    return count
 
 
 def true_credits(episode):

@@ -13,7 +13,8 @@
 # These hours are estimated. 22 to 27 GB of each of eight GPUs, or 137 to 143 GB of one, are counted
 # (docs/scaling.md has both; the critic's 137 GB were measured, too). Ranking takes 37 GB of each
 # GPU. Disk: 300 GB under OUT, which all nodes share.
-# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, any human behind HUMAN_URL.
+# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, and behind HUMAN_URL a human that
+# answers questions from the solution.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 HUMAN_URL=${HUMAN_URL:-http://localhost:8000/v1}

@@ -3,23 +3,18 @@
 # test, report. SEED, OUT, TASKS, TEST and POLICY_EPOCHS can be set; SHORT=1 is a smoke run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [ -n "${SHORT:-}" ]; then
-  TASKS=80
-  TEST=20
-fi
 source runs/toy_flags.sh
+OUT=${OUT:-$TOY}
 if [ -n "${SHORT:-}" ]; then
-  OUT=${OUT:-runs/out/short$SUFFIX}
   echo "SHORT=1: a smoke run on few tasks. It shows that all stages work; its numbers mean nothing."
 fi
-OUT=${OUT:-runs/out/toy$SUFFIX}
 mkdir -p "$OUT/test"
 step() { printf '\n%s\n' "$1"; }
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 finished() { # waits for the job on the other core
   wait "$OTHER" || { cat "$OUT/other.log" >&2; exit 1; }
 }
-alive() { kill -0 "$OTHER" 2>/dev/null || finished; } # stops here if that job has failed
+running() { kill -0 "$OTHER" 2>/dev/null; }
 
 step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with the scripted human"
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
@@ -33,17 +28,17 @@ step "2. Critic. On the other core: candidates for it to rank, then multi-turn D
 } >"$OUT/other.log" 2>&1 &
 OTHER=$!
 critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
-while [ ! -e "$OUT/candidates.jsonl" ]; do # the file comes whole
-  alive
+while [ ! -e "$OUT/candidates.jsonl" ] && running; do # the file comes whole
   sleep 1
 done
+running || finished # says so, and stops, if that job has failed
 
 step "3. Ranks, SWEET-RL's policy, and rejection fine-tuning"
 rank "$OUT/candidates.jsonl" "$OUT/critic"
 policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
 rft "$OUT/episodes.jsonl" "$OUT/rft"
 
-alive
+running || finished
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
 play rft "$OUT/rft"

@@ -6,6 +6,10 @@ export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
 DOMAIN=${DOMAIN:-backend}
 SEED=${SEED:-0}
+if [ -n "${SHORT:-}" ]; then # a smoke run
+  TASKS=80
+  TEST=20
+fi
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
   BASE=${BASE:-toy/base}
@@ -42,6 +46,9 @@ else
   MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
   RFT=(--lr 1e-3 --epochs 6)
 fi
+TOY=runs/out/${SHORT:+short}
+[ -n "${SHORT:-}" ] || TOY+=toy
+TOY+=$SUFFIX # where runs/toy.sh writes
 POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
 RFT+=(--successes --batch_size 32 --micro_batch_size 16)
 PACKED=${PACKED---packed} # PACKED= runs the trainers' own turn_logprobs, such as that of a fork

@@ -55,15 +55,27 @@ def refuse_untrainable(path, max_length):
         raise SystemExit(f"{path}: found a model of type phimoe, which chooses experts at random in"
                          " training, expected one that computes the same in training and in play;"
                          " choose another")
+    limit = limit_of_changing_positions(config)
+    if limit and max_length > limit:
+        kind = config.get_text_config().rope_parameters["rope_type"]
+        raise SystemExit(f"{path}: found --max_length {max_length} with rotary positions of type"
+                         f" {kind}, which change beyond {limit} tokens, expected at most"
+                         f" --max_length {limit}")
+
+
+def limit_of_changing_positions(config):
+    """The tokens beyond which a model encodes all positions anew; None if it never does."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return
-    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if max_length > limit:
-        raise SystemExit(f"{path}: found --max_length {max_length} with rotary positions of type"
-                         f" {rope['rope_type']}, which change beyond {limit} tokens, expected at"
-                         f" most --max_length {limit}")
+        return None
+    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+def context_length(config):
+    """The most tokens that a model can read; None if it does not say."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit_of_changing_positions(config) or limit
 
 
 def default_device():

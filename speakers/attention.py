@@ -26,8 +26,8 @@ def share_prompts(model, cache, n):
     from transformers.masking_utils import sdpa_mask
 
     latent = hasattr(model.config.get_text_config(), "kv_lora_rank")  # keys are made of the cache
-    if latent or model.config._attn_implementation == "eager":
-        # A model that must run so has more than the attention below knows: sinks, soft caps.
+    eager = model.config._attn_implementation == "eager"  # for more than is known below: sinks, ...
+    if latent or eager or not model._supports_attention_backend:
         cache.batch_repeat_interleave(n)
         return cache
     transformers.AttentionInterface.register("shared_prompts", shared_prompts_attention)

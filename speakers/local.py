@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 
 import numpy
 import torch
@@ -9,11 +10,11 @@ import torch.nn.functional as F
 import transformers
 
 from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
-from runtime.models import default_device, load_model, load_tokenizer
+from runtime.models import context_length, default_device, load_model, load_tokenizer
 from runtime.seeds import derive_seed
 from runtime.templates import UnnestedTemplate, end_of_turn, render
 from speakers.attention import share_prompts
-from speakers.interface import DEFAULT_SETTINGS, Speaker, Utterance
+from speakers.interface import DEFAULT_SETTINGS, Speaker, SpeakerError, Utterance
 from speakers.pool import gather
 
 # Prompt tokens of a batch, padding included. In an 8B Llama, their keys and values take 17 GB,
@@ -64,21 +65,27 @@ class LocalSpeaker(Speaker):
         self.batch_size = settings.batch_size
         self.stops = stop_tokens(self.model, tokenizer)
         self.opens_thoughts = opens_thoughts(tokenizer)
+        self.context = context_length(self.model.config) or math.inf
         self.kept = {}  # dialogue key -> KeptCache, the one used last at the end
 
     def reply(self, request):
-        return gather(self.speak, request)
+        said = gather(self.speak, request)
+        if not said:
+            raise SpeakerError(f"found a dialogue that fills the model's context of {self.context}"
+                               " tokens, expected a shorter one", refused=True)
+        return said
 
     def speak(self, requests):
-        """For each request a list of n Utterances."""
+        """For each request a list of n Utterances; an empty one if the prompt fills the context."""
         prompts = [encode_prompt(self.tokenizer, request.messages) for request in requests]
-        answers = [None] * len(requests)
+        answers = [[] for _ in requests]
 
         def order(index):  # not that of arrival: the same requests make the same batches
             return requests[index].n, len(prompts[index]), requests[index].seed
 
-        indices = sorted(range(len(requests)), key=order)
-        for n in sorted({request.n for request in requests}):
+        fitting = [index for index, ids in enumerate(prompts) if len(ids) < self.context]
+        indices = sorted(fitting, key=order)
+        for n in sorted({requests[index].n for index in indices}):
             same_n = [index for index in indices if requests[index].n == n]
             for batch in in_batches(same_n, prompts, max(1, self.batch_size // n)):
                 samples = self._answer([requests[index] for index in batch],
@@ -119,10 +126,10 @@ class LocalSpeaker(Speaker):
                 else:
                     samples[index].tokens.append(token)
 
-            # Finished samples leave the batch at once; at the token limit, all do.
-            at_limit = step == self.max_new_tokens - 1
+            # Samples leave the batch once they are finished, or at a limit.
             leaving = [row for row, index in enumerate(live)
-                       if at_limit or samples[index].finished]
+                       if samples[index].finished or step == self.max_new_tokens - 1
+                       or len(prompts[index // n]) + step + 1 == self.context]
             if leaving:
                 if n == 1:
                     for row in leaving:
@@ -253,6 +260,9 @@ def pick_tokens(logits, uniform, temperature):
 
     logits (R, V), uniform (R,) in [0, 1) -> (R,)
     """
+    if logits.isnan().any():
+        raise SystemExit("found logits that are no numbers, expected numbers; the model's weights"
+                         " are broken, or give --dtype float32")
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits.double() / temperature).softmax(-1)

@@ -1,8 +1,11 @@
 """The browser: what it draws, and what pages cannot do to it."""
 
+import base64
 import contextlib
 import hashlib
+import io
 import os
+import resource
 import shutil
 import socketserver
 import subprocess
@@ -14,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LINK, PAGE, ROOT, needs_chromium
+from PIL import Image
 
 from judge.browser import (
     CHROMIUM_FLAGS, MAX_HEIGHT, MAX_PAGE_CHARACTERS, Browser, DevTools, PageError, find_chromium,
@@ -182,6 +186,21 @@ def test_pictures_of_a_page_are_drawn(browser):
     assert colour_at(png, 301, 199) == WHITE
 
 
+def test_pages_are_drawn_while_a_thousand_files_are_open():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, limits[1]), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1024:  # the browser's pipes come above
+            opened.append(os.dup(opened[0]))
+        with Browser() as browser:
+            assert browser.render("<html><body>x</body></html>")
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_tall_pages_are_whole_up_to_the_cap(browser):
     pages = [f'<body style="height:{height}px;margin:0">' for height in (2000, 10**9)]
     sizes = [open_picture(browser.picture(page)).size for page in pages]
@@ -201,11 +220,21 @@ def test_a_page_has_the_same_pixels_in_any_order_and_in_another_browser(browser,
     assert len(set(first)) == 10
 
 
+def moving_picture():
+    """A GIF that changes its colour all the time, in base64."""
+    red, *others = (Image.new("RGB", (30, 30), colour) for colour in ("red", "blue", "green"))
+    file = io.BytesIO()
+    red.save(file, "GIF", save_all=True, append_images=others, duration=60, loop=0)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 @pytest.mark.parametrize("moving", [
     f"{LINK}<div class='animate-pulse animate-spin h-96 w-64 bg-red-500'></div>",
     "<svg width=900 height=300><rect width=100 height=300><animate attributeName=x from=0 to=800"
     " dur=1s repeatCount=indefinite /></rect></svg>",
-    "<marquee>to the left, to the left</marquee>", "<progress style='width:900px'></progress>"])
+    "<marquee>to the left, to the left</marquee>", "<progress style='width:900px'></progress>",
+    "<style>@keyframes k{to{margin-left:900px}} #x{animation:k .3s infinite !important}</style>"
+    "<div id=x>x</div>", f"<img width=900 src='data:image/gif;base64,{moving_picture()}'>"])
 def test_what_moves_is_drawn_at_rest(browser, moving):
     page = f"<html><body style='font-size:200px'>{moving}</body></html>"
     assert len({browser.render(page) for _ in range(4)}) == 1

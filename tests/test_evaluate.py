@@ -224,6 +224,7 @@ def test_success_without_leaks_omits_leaking_episodes(tmp_path):
     ("What now?", 1.0), ("I WANT TO ANSWER:\n  ", 1.0), ("I WANT TO ANSWER: def f", 0.0)])
 def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
     row = episode(0, reward=0.0, dialogue_history=dialogue("p", text))
+    row["dialogue_history"][-1]["output"] = f"<think>I WANT TO ANSWER: later</think>{text}"
     assert numbers_of(tmp_path, rows=[row])["no_answer"]["value"] == lacks
 
 

@@ -128,8 +128,11 @@ def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
     first, *more = (log_line(task="a", sample=number) for number in (1, None, None, 0))
     episodes, _ = imported(tmp_path, first, *more[:2])
     assert [episode["sample"] for episode in episodes] == [1, 2, 3]
-    said = refusal(*import_of(tmp_path, *more))
-    assert "line 3: found sample 0 of task 'a' a second time" in said
+    (tmp_path / "other").mkdir()
+    episodes, _ = imported(tmp_path / "other", *more)
+    assert [episode["sample"] for episode in episodes] == [1, 2, 0]
+    said = refusal(*import_of(tmp_path, first, first))
+    assert "line 2: found sample 1 of task 'a' a second time" in said
 
 
 @pytest.mark.parametrize("kind", ["the log", "other episodes", "a directory", "its own output"])

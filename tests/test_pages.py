@@ -4,11 +4,13 @@ import base64
 import json
 import random
 import re
+import shutil
 import time
 import types
 
 import pytest
 from conftest import LINK, PAGE, dialogue, png, read_rows, write_rows
+from safetensors.torch import load_file, save_file
 
 from colbench import DOMAINS, human_page_view, main
 from formats.websight import websight
@@ -181,6 +183,12 @@ def test_an_unknown_crop_and_a_missing_clip_are_refused(tiny_clip, tmp_path):
         ClipReward(tiny_clip, crop="centre")
     with pytest.raises(SystemExit, match="--clip none"):
         ClipReward(tmp_path / "nothing")
+    shutil.copytree(tiny_clip, tmp_path / "half")
+    weights = load_file(tmp_path / "half/model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, tmp_path / "half/model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match="found no weights visual_projection.weight, expected"):
+        ClipReward(tmp_path / "half")
     with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
         PageJudge("none", "pad")
 

@@ -5,10 +5,12 @@ import json
 import random
 import re
 import time
+import types
 import zlib
 
 import conftest
 import pytest
+import torch
 from conftest import dialogue, png, ranked_state, read_rows, run_script, write_rows
 
 from formats.read import complete_episode
@@ -479,6 +481,33 @@ def test_the_dialogue_shown_first_is_where_the_critic_tells_turns_apart_most(bro
     rows = [episode(task, advantages=pair) for task, pair in enumerate(scores)]
     browser.open(write_report(tmp_path, ours=rows).as_uri())
     assert "sample 0 of task2" in browser.text("#episode")
+
+
+def test_metrics_of_any_size_and_unknown_keys_of_foreign_episodes_leave_the_page_whole(
+        browser, tmp_path):
+    steps = [{"step": step, "train/tokens": 2e16, "train/huge": 10**400} for step in range(9)]
+    metrics = write_run(tmp_path, steps, "train_policy.py")
+    foreign = {"screenshot": {}, "solution_screenshot": [], "credits": [["x"], 1]}
+    rows = [episode(0, **foreign), episode(1)]
+    browser.open(write_report(tmp_path, "--metrics", f"run={metrics}", ours=rows).as_uri())
+    assert browser.count("#training figure") == 1 and browser.count(".row") == 2
+
+
+def test_an_empty_last_message_that_was_cut_shifts_no_advantage():
+    row = episode(0)
+    row["dialogue_history"] = dialogue("t", "one", "a", "two", "b", " ")
+    row["dialogue_history"][-1]["finished"] = False
+    row = complete_episode(row)
+
+    class TwoTurns:
+        def dialogue(self, found):
+            return types.SimpleNamespace(ids=[1], turns=2)
+
+        def turn_advantages(self, rows):
+            return torch.tensor([[1.0, 2.0]])
+
+    page.add_advantages(TwoTurns(), [row])
+    assert row["advantages"] == [1.0, 2.0, None]
 
 
 def test_no_match_leaves_nothing_stale(shown):

@@ -10,6 +10,7 @@ from parties import ask_all, slow_text
 import speakers.local
 from colbench import without_thoughts
 from judge.sandbox import ANSWER_MARKER
+from runtime.models import context_length
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, encode_prompt, pick_tokens, uniform_numbers
@@ -101,6 +102,37 @@ def test_long_prompts_are_computed_in_smaller_batches_with_the_same_texts(monkey
     assert ask_all(sampler, CONVERSATIONS) == together
     assert len(read) > 1 and any(len(lengths) > 1 for lengths in read)
     assert all(len(lengths) == 1 or len(lengths) * max(lengths) <= 200 for lengths in read)
+
+
+def test_a_text_ends_where_the_context_is_full_and_a_prompt_that_fills_it_is_an_error():
+    talker = speaker(temperature=0)
+    talker.stops = set()
+    length = len(encode_prompt(talker.tokenizer, CONVERSATIONS[1]))
+    talker.context = length + 5
+    short, long = ask_all(talker, [CONVERSATIONS[1], CONVERSATIONS[2]])
+    whole, = speaker(temperature=0).reply(Request(CONVERSATIONS[1]))
+    text = short[0].text.rstrip("\ufffd")  # of half a character
+    assert not short[0].finished and text and whole.text.startswith(text)
+    assert len(text) < len(whole.text)
+    assert str(long) == (f"found a dialogue that fills the model's context of {length + 5} tokens,"
+                         " expected a shorter one")
+
+
+def test_the_context_ends_where_positions_would_change_for_all_of_a_batch():
+    model = tiny_model(byte_tokenizer())
+    assert context_length(model.config) == 4096
+    model.config.rope_parameters = {"rope_type": "longrope",
+                                    "original_max_position_embeddings": 512}
+    assert context_length(model.config) == 512
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_no_numbers_stop_the_run(temperature):
+    broken = speaker(temperature=temperature)
+    with torch.no_grad():
+        broken.model.lm_head.weight[0] = float("nan")
+    with pytest.raises(SystemExit, match="found logits that are no numbers"):
+        ask_all(broken, CONVERSATIONS[:1])
 
 
 def test_samples_of_a_model_with_latent_keys_have_copies_of_its_cache():

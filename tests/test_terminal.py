@@ -75,6 +75,12 @@ def test_show_prints_one_task_if_it_is_named_and_suggests_others(tmp_path, capsy
         shown(capsys, tmp_path)
 
 
+def test_show_reads_what_a_running_process_has_written_so_far(tmp_path, capsys):
+    whole = write(tmp_path / "e.jsonl.rank0", [episode("a", 1.0)])
+    whole.write_text(whole.read_text() + '{"task": {"task_id": "b')
+    assert shown(capsys, whole).count("task      ") == 1
+
+
 def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path, capsys):
     path = write(tmp_path / "e.jsonl", [episode(name, 1.0) for name in ("a", "1", "c")])
     for given, name in (("3", "c"), ("1", "1"), ("2", "1")):

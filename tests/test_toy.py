@@ -339,6 +339,18 @@ def test_the_auc_is_1_for_true_credit_half_for_a_constant_0_for_its_opposite(tas
     assert set(kinds) < set(KINDS)
 
 
+def test_thoughts_ask_for_nothing(tasks):
+    thoughts = "".join(f"Tell me the {detail}." for detail in tasks[0]["toy"]["needed"])
+    assert all(asked_about(f"Tell me the {detail}.") == detail for detail in DETAILS)
+    found = []
+    for said in ("Hello.", f"<think>{thoughts}</think>Hello."):
+        one = state(tasks[0])
+        one["messages"] += [{"role": "assistant", "content": said}, user("Yes?")]
+        one |= {"advantages": list(range(len(one["candidates"]))), "ranker": "test"}
+        found.append(credit_auc([one], credits_of([one])))
+    assert found[0] == found[1]
+
+
 def test_the_auc_counts_a_text_once_however_often_it_was_sampled(tasks):
     once = state(tasks[0])
     once |= {"advantages": list(range(len(once["candidates"]))), "ranker": "test"}

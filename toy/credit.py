@@ -135,8 +135,8 @@ def credit_auc(states, credits):
         distinct = [index for index, text in enumerate(texts) if texts.index(text) == index]
         advantages = [state["advantages"][index] for index in distinct]
         credit = [of_candidate[index] for index in distinct]
-        asked = {asked_about(message["content"]) for message in state["messages"]
-                 if message["role"] == "assistant"}
+        asked = {asked_about(without_thoughts(message["content"]) or "")
+                 for message in state["messages"] if message["role"] == "assistant"}
         known = asked.issuperset(state["task"]["toy"]["needed"])
         for kind, better, worse in credit_pairs(credit, known):
             if advantages[better] > advantages[worse]:
