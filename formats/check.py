@@ -63,7 +63,7 @@ def solution_advice(task, name, reason):
 def is_expression(text):
     try:
         ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError):  # ValueError: of a null character
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last three: odd or deep
         return False
     return True
 

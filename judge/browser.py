@@ -316,7 +316,8 @@ class Browser:
         devtools.call("Fetch.enable")
         devtools.call("Browser.setDownloadBehavior", behavior="deny")
         devtools.call("Emulation.setScriptExecutionDisabled", value=True)
-        devtools.call("Animation.enable")  # those that a page's own !important keeps, see below
+        # `settled_page` stops animations, but not those of a page's own !important
+        devtools.call("Animation.enable")
         devtools.call("Animation.setPlaybackRate", playbackRate=0)
         devtools.call(
             "Emulation.setDeviceMetricsOverride",

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
-OUT=${OUT:-$TOY}
+OUT=${OUT:-$TOY$SUFFIX}
 POLICIES=(sweet="$OUT/test/sweet.jsonl") # that the others are compared with
 
 learn() { # NAME RANKED FLAGS...: a policy, and its test

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
-OUT=${OUT:-$TOY}
+OUT=${OUT:-$TOY$SUFFIX}
 if [ -n "${SHORT:-}" ]; then
   echo "SHORT=1: a smoke run on few tasks. It shows that all stages work; its numbers mean nothing."
 fi

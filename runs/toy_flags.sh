@@ -6,9 +6,11 @@ export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
 DOMAIN=${DOMAIN:-backend}
 SEED=${SEED:-0}
+TOY=runs/out/toy # where runs/toy.sh writes, with SUFFIX
 if [ -n "${SHORT:-}" ]; then # a smoke run
   TASKS=80
   TEST=20
+  TOY=runs/out/short
 fi
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
@@ -46,9 +48,6 @@ else
   MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
   RFT=(--lr 1e-3 --epochs 6)
 fi
-TOY=runs/out/${SHORT:+short}
-[ -n "${SHORT:-}" ] || TOY+=toy
-TOY+=$SUFFIX # where runs/toy.sh writes
 POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
 RFT+=(--successes --batch_size 32 --micro_batch_size 16)
 PACKED=${PACKED---packed} # PACKED= runs the trainers' own turn_logprobs, such as that of a fork

@@ -41,7 +41,7 @@ class Process(typing.NamedTuple):
         return values[0]
 
 
-PARENT = os.getppid()
+PARENT = os.getppid()  # as long as it lives
 SIGNAL_OF_PARENTS_DEATH = 1  # option of prctl
 
 # Within a training step no rank waits for long, so one that is silent for this many minutes hangs.

@@ -25,9 +25,11 @@ def share_prompts(model, cache, n):
     """A cache with n samples for each row of `cache`, which holds the prompts."""
     from transformers.masking_utils import sdpa_mask
 
-    latent = hasattr(model.config.get_text_config(), "kv_lora_rank")  # keys are made of the cache
-    eager = model.config._attn_implementation == "eager"  # for more than is known below: sinks, ...
-    if latent or eager or not model._supports_attention_backend:
+    # The attention below knows plain keys and values: neither latent ones, nor an attention of the
+    # model's own, nor what makes a model eager, such as sinks and soft caps.
+    latent = hasattr(model.config.get_text_config(), "kv_lora_rank")
+    own = not model._supports_attention_backend
+    if latent or own or model.config._attn_implementation == "eager":
         cache.batch_repeat_interleave(n)
         return cache
     transformers.AttentionInterface.register("shared_prompts", shared_prompts_attention)
