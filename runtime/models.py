@@ -73,9 +73,14 @@ def limit_of_changing_positions(config):
 
 
 def context_length(config):
-    """The most tokens that a model can read; None if it does not say."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return limit_of_changing_positions(config) or limit
+    """The most tokens that a model can read; None if it can read any number.
+
+    Rotary positions go on beyond what a model was trained on, learned ones end.
+    """
+    text = config.get_text_config()
+    if getattr(text, "rope_parameters", None):
+        return limit_of_changing_positions(config)
+    return getattr(text, "max_position_embeddings", None)
 
 
 def default_device():

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from conftest import TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model
 from parties import ask_all, slow_text
 
@@ -118,12 +119,12 @@ def test_a_text_ends_where_the_context_is_full_and_a_prompt_that_fills_it_is_an_
                          " expected a shorter one")
 
 
-def test_the_context_ends_where_positions_would_change_for_all_of_a_batch():
-    model = tiny_model(byte_tokenizer())
-    assert context_length(model.config) == 4096
-    model.config.rope_parameters = {"rope_type": "longrope",
-                                    "original_max_position_embeddings": 512}
-    assert context_length(model.config) == 512
+def test_the_context_ends_where_positions_end_or_would_change_for_all_of_a_batch():
+    config = tiny_model(byte_tokenizer()).config
+    assert context_length(config) is None
+    config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 512}
+    assert context_length(config) == 512
+    assert context_length(transformers.GPT2Config(n_positions=64)) == 64
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
