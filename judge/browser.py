@@ -68,9 +68,9 @@ CHROMIUM_FLAGS = [
     "--proxy-bypass-list=<-loopback>",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 ]
-# A frame with `sandbox` has a process of its own, which the command for its page does not reach.
-# Animated pictures show their first frame.
-NO_SCRIPT = "--blink-settings=scriptEnabled=false,imageAnimationPolicy=2"
+# No script: a frame with `sandbox` has a process of its own, which the command for its page does
+# not reach. And animated pictures show their first frame.
+PAGE_SETTINGS = "--blink-settings=scriptEnabled=false,imageAnimationPolicy=2"
 # The shell gives Chromium our pipes as descriptors 3 and 4. It removes the profile in the end, even
 # if our process was killed, as Chromium quits when its pipe closes.
 CHROMIUM_SHELL = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$HOME"'
@@ -296,7 +296,7 @@ class Browser:
 
     def _start(self):
         self.close()
-        self.devtools = DevTools([*CHROMIUM_FLAGS, NO_SCRIPT], self._handle_event)
+        self.devtools = DevTools([*CHROMIUM_FLAGS, PAGE_SETTINGS], self._handle_event)
         self.devtools.set_deadline(START_SECONDS)
         self.pages_left = self.pages_per_start
         try:

@@ -148,7 +148,7 @@ def training_curves(run):
             if drawn and isinstance(value, (int, float)) and is_finite(value):
                 series[key].append((row["step"], value))
     curves = []
-    for key in [*CURVES, *(key for key in series if key not in CURVES)]:
+    for key in dict.fromkeys([*CURVES, *series]):
         if len(series[key]) <= 3:  # one hold-out or two are no curve
             continue
         title, unit, factor = CURVES.get(key, (key, "", 1))

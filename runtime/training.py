@@ -180,9 +180,9 @@ class Run:
         # all ranks save after the same step: the leader's clock says when, or a signal to any rank
         asked = torch.tensor([due, self.stopping], dtype=torch.int32, device=self.device)
         torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, self.process.group)
-        due, stopping = asked.tolist()
+        due, stopping = map(bool, asked.tolist())
         if done == self.last:
-            due, stopping = self.last < self.planned, 0
+            due, stopping = self.last < self.planned, False
         if due or stopping:
             save_state(self.output / RESUME, done, model, optimizer, self.process)
             self.saved = time.monotonic()

@@ -37,6 +37,12 @@ class ToyCredit(typing.NamedTuple):
     value: float  # of two turns from the same state, the better one has the greater value
 
 
+def details_asked(messages):
+    """What the agent has asked about, its thoughts not included."""
+    return {asked_about(without_thoughts(message["content"]) or "") for message in messages
+            if message["role"] == "assistant"}
+
+
 def has_toy_credit(task):
     """Whether the task is one of the embedded backend world, whose true credit is known."""
     return isinstance(task.get("toy"), dict) and "needed" in task["toy"]
@@ -48,8 +54,7 @@ def toy_credit(task, history, turn, right=None, max_turns=MAX_TURNS):
     `history` is the dialogue without a system message. `right` says whether an answer is right,
     where that is known; otherwise the judge grades it.
     """
-    before = [without_thoughts(message["content"]) or "" for message in history[1:2 * turn:2]]
-    asked = {asked_about(text) for text in before}
+    asked = details_asked(history[:2 * turn])
     unknown = set(task["toy"]["needed"]) - asked
     last_turn = turn == max_turns - 1
     content, answer = split_message(task, history[2 * turn + 1]["content"], last_turn)
@@ -135,9 +140,7 @@ def credit_auc(states, credits):
         distinct = [index for index, text in enumerate(texts) if texts.index(text) == index]
         advantages = [state["advantages"][index] for index in distinct]
         credit = [of_candidate[index] for index in distinct]
-        asked = {asked_about(without_thoughts(message["content"]) or "")
-                 for message in state["messages"] if message["role"] == "assistant"}
-        known = asked.issuperset(state["task"]["toy"]["needed"])
+        known = details_asked(state["messages"]).issuperset(state["task"]["toy"]["needed"])
         for kind, better, worse in credit_pairs(credit, known):
             if advantages[better] > advantages[worse]:
                 hit = 1.0
