@@ -465,7 +465,7 @@ def test_more_steps_rank_again_even_after_a_ranking_was_killed(trained, tiny, tm
         ranked = read_rows(file)
         if killed:
             file.rename(f"{file}.rank0")
-        opened = Critic(tmp_path / "critic")  # on the device that ranked
+        opened = Critic(tmp_path / "critic", dtype="float32")  # on the device that ranked
         assert ranked[0]["advantages"] == pytest.approx(opened.advantages(
             *(ranked[0][key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
 
