@@ -30,8 +30,8 @@ fi
 TURNS=(--max_turns 9)       # eight questions, and ten details to ask for
 TO_THE_END=(--max_turns 12) # demonstrations, so that each shows an answer
 SAMPLING=(--max_new_tokens 96 --dtype "$DTYPE" --seed "$SEED" --batch_size 256)
-TRAINING=(--dtype "$DTYPE" --packed --checkpointing_every 0 --seed "$SEED")
-PAIRS=(--pairs success_vs_failure --shuffle groups --batch_size 24 --micro_batch_size 8)
+TRAINING=(--dtype "$DTYPE" --packed --micro_batch_size 8 --checkpointing_every 0 --seed "$SEED")
+PAIRS=(--pairs success_vs_failure --shuffle groups --batch_size 24)
 mkdir -p "$OUT/test"
 
 play() { # NAME AGENT FLAGS...: writes OUT/test/NAME.jsonl
@@ -47,7 +47,7 @@ play raw "$MODEL" --num_tasks "$RAW"
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$DEMONSTRATED" \
   --samples_per_task 3 "${TO_THE_END[@]}" --agent scripted --output "$OUT/demonstrations.jsonl"
 python variants/sft.py --episodes "$OUT/demonstrations.jsonl" --model "$MODEL" --lr 2e-4 \
-  --epochs 1 --batch_size 16 --micro_batch_size 16 "${TRAINING[@]}" --output "$OUT/warm"
+  --epochs 1 --batch_size 16 "${TRAINING[@]}" --micro_batch_size 16 --output "$OUT/warm"
 
 # 2. Episodes, and candidates in six states of each task
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samples_per_task 6 \
@@ -62,18 +62,18 @@ python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks $((DEMONSTRATED
   --output "$OUT/informed.jsonl"
 python toy/make_base.py inform "$OUT/informed.jsonl" --output "$OUT/solution_first.jsonl"
 python variants/sft.py --episodes "$OUT/solution_first.jsonl" --model "$OUT/warm" --lr 1e-4 \
-  --epochs 1 --batch_size 8 --micro_batch_size 8 "${TRAINING[@]}" --output "$OUT/reader"
+  --epochs 1 --batch_size 8 "${TRAINING[@]}" --output "$OUT/reader"
 python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "${PAIRS[@]}" \
   --lr 1e-5 --epochs 3 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
   --candidates "$OUT/candidates.jsonl" --reference plain # what its start learnt counts, too
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
 python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
-  --shuffle groups --batch_size 64 --micro_batch_size 16 --lr 3e-5 --epochs 4 --beta 0.3 --nll 3 \
-  "${TRAINING[@]}" --output "$OUT/sweet"
+  --shuffle groups --batch_size 64 --lr 3e-5 --epochs 4 --beta 0.3 --nll 3 "${TRAINING[@]}" \
+  --micro_batch_size 16 --output "$OUT/sweet"
 
 # 4. The baselines, on the same episodes
 python variants/sft.py --episodes "$OUT/episodes.jsonl" --successes --model "$OUT/warm" \
-  --batch_size 16 --micro_batch_size 8 --lr 1e-4 --epochs 24 "${TRAINING[@]}" --output "$OUT/rft"
+  --batch_size 16 --lr 1e-4 --epochs 24 "${TRAINING[@]}" --output "$OUT/rft"
 python train_policy.py --episodes "$OUT/episodes.jsonl" --model "$OUT/warm" "${PAIRS[@]}" \
   --lr 1e-4 --epochs 6 --beta 0.3 --nll 3 "${TRAINING[@]}" --output "$OUT/mtdpo"
 
