@@ -373,9 +373,10 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
 
 
 def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
-    """`encode_dialogue` in at most `max_length` tokens; None if the last turn does not fit.
+    """(ids, turn_index, dropped) of a dialogue in at most `max_length` tokens.
 
-    A longer dialogue loses its oldest turns, each with the reply to it, never part of a turn.
+    A longer one loses its oldest turns, each with the reply to it, never part of a turn; `dropped`
+    is their number. None if the last turn does not fit.
     """
     head = first_request(messages) + 1
     roles = [message["role"] for message in messages]
@@ -390,12 +391,12 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
         ids, turn_index = encode_dialogue(tokenizer, messages[:head] + messages[start:],
                                           finished[dropped:], prompt)
         if len(ids) <= max_length:
-            return ids, turn_index
+            return ids, turn_index, dropped
     return None
 
 
 def encode_candidates(tokenizer, messages, texts, finished, max_length):
-    """(ids, turn_index) of each candidate for the next turn of one dialogue.
+    """(ids, turn_index, dropped) of each candidate for the next turn of one dialogue.
 
     All stand after the same prompt and are turn 0. None if the longest does not fit. A candidate
     that was cut at the token limit (finished: False) gets no end-of-turn token, so that the policy
@@ -405,8 +406,8 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
     encoded = encode_within(tokenizer, messages, max_length - max(map(len, turns)), prompt=True)
     if encoded is None:
         return None
-    ids, _ = encoded
-    return [(ids + turn, [-1] * len(ids) + [0] * len(turn)) for turn in turns]
+    ids, _, dropped = encoded
+    return [(ids + turn, [-1] * len(ids) + [0] * len(turn), dropped) for turn in turns]
 
 
 # -----------------------------------------------------------------------------

@@ -40,7 +40,7 @@ Supervised training is variants/sft.py.
 
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
 keeps the copies equal (a fork that changes one adds its name to OWN there).
-Letters in shapes: B pairs, R rows, S turns, T tokens, C columns, V vocabulary, N candidates.
+Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Differences from the paper: none known. From the official code: the NLL term covers agent tokens
 only; candidates that were cut at the token limit get no end-of-turn token; equal texts are never a
@@ -152,6 +152,7 @@ class Row:
 
     ids: list  # T token ids
     turn_index: list  # T: the agent turn that a token belongs to, -1 if it is not the agent's
+    dropped: int = 0  # how many of the oldest turns did not fit
     reference: torch.Tensor | None = None  # (S,): log-probs of its turns under pi_ref
 
     @property
@@ -190,30 +191,23 @@ def dialogue_row(tokenizer, episode, max_length):
     """
     messages, finished = agent_view(episode)
     encoded = encode_within(tokenizer, messages, max_length, finished)
-    if encoded is None:
-        return None
-    ids, turn_index = encoded
-    return Row(ids, turn_index)
+    return Row(*encoded) if encoded else None
 
 
-def what_fits(episodes, rows, max_length):
+def what_fits(rows, max_length):
     """A clause on the dialogues that are longer than `max_length`; too long, a row is None."""
-    shorter = sum(row.turns < episode["turns"]
-                  for episode, row in zip(episodes, rows, strict=True) if row)
+    shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
-def dialogue_pairs(episodes, rows, rule, margin):
+def dialogue_pairs(episodes, rule, margin):
     """Task id -> its pairs of rows. An episode whose row is None, which is too long, is in none."""
-    row_of = {(episode["task"]["task_id"], episode["sample"]): row
-              for episode, row in zip(episodes, rows, strict=True)}
-    pairs_of = {episode["task"]["task_id"]: [] for episode in episodes}
-    fitting = [episode for episode, row in zip(episodes, rows, strict=True) if row]
-    for task_id, group in group_by_task(fitting).items():
-        pairs_of[task_id] = [
-            (row_of[task_id, chosen["sample"]], row_of[task_id, rejected["sample"]])
-            for chosen, rejected in pair_episodes(group, rule, margin)]
+    pairs_of = {}
+    for task_id, group in group_by_task(episodes).items():
+        fitting = [episode for episode in group if episode["row"]]
+        pairs = pair_episodes(fitting, rule, margin) if fitting else []
+        pairs_of[task_id] = [(chosen["row"], rejected["row"]) for chosen, rejected in pairs]
     return pairs_of
 
 
@@ -225,21 +219,18 @@ def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
-    With --packed, fast/packed.py takes the place of this function.
+    With --packed, fast/packed.py takes the place of this function: the same numbers, in less
+    memory and time.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
-    target, turn_index = ids[:, 1:], turn_index[:, 1:]  # the logits at t are those of token t + 1
-    # Apply the output layer, the largest matrix, only where the next token is an agent's
-    columns = (turn_index >= 0).any(0).nonzero()[:, 0]  # (C,)
-    target, turn_index = target[:, columns], turn_index[:, columns]  # (R, C)
-    logits = model(ids, logits_to_keep=columns, use_cache=False).logits.float()  # (R, C, V)
-    logprobs = logits.log_softmax(-1).gather(2, target[..., None])  # (R, C, 1)
+    logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
+    logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
     turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[..., None] == turns  # (R, C, S)
-    return (logprobs * is_of_turn).sum(1), is_of_turn.sum(1)
+    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S)
+    return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
 
 
 def dpo_objective(model, pairs, beta, nll):
@@ -307,9 +298,11 @@ def read_candidate_pairs(tokenizer, args, run):
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
     rankers = ", ".join(sorted({state["ranker"] for state in states}))
+    shorter = sum(pairs[0][0].dropped > 0 for pairs in groups)  # a state has one prompt
     run.say(f"{len(states)} states ({omitted} failed or unranked ones omitted), ranked by"
-            f" {rankers}: {sum(map(len, groups))} pairs; {too_long} more do not fit in --max_length"
-            f" {args.max_length}")
+            f" {rankers}: {sum(map(len, groups))} pairs; with --max_length {args.max_length},"
+            f" {shorter} states lose their oldest turns, and {too_long} more pairs are omitted,"
+            " since they do not fit")
     if not groups:
         raise SystemExit(f"{args.candidates}: found no pair of a better and a worse candidate of"
                          f" one state with --pairing {args.pairing}, expected at least one; sample"
@@ -321,11 +314,13 @@ def read_candidate_pairs(tokenizer, args, run):
 def read_episode_pairs(tokenizer, args, run):
     """(pairs of rows, one list per task; the agent's instructions to save, see custom_prompt)."""
     episodes, failed = load_episodes(args.episodes)
-    rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in episodes]
-    pairs_of = dialogue_pairs(episodes, rows, args.pairs, args.margin)
+    for episode in episodes:
+        episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
+    pairs_of = dialogue_pairs(episodes, args.pairs, args.margin)
     groups = [pairs_of[task_id] for task_id in sorted(pairs_of)]
+    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes of {len(pairs_of)} tasks ({failed} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs; {what_fits(episodes, rows, args.max_length)}")
+            f" {sum(map(len, groups))} pairs; {fits}")
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          " of one task, expected at least one; collect more episodes of each task,"

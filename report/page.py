@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from colbench import DOMAINS, MAX_TURNS, agent_view
+from colbench import DOMAINS, MAX_TURNS
 from evaluate import LEAK
 from formats.outcome import lacks_answer
 from judge.browser import Browser
@@ -141,19 +141,9 @@ def add_advantages(critic, episodes):
         part, rows = rows[:size], rows[size:]
         values = critic.turn_advantages([row for row, _ in part]).tolist()
         for (row, episode), of_turns in zip(part, values, strict=True):
-            end = episode["turns"] - empty_turns_at_the_end(episode)  # of which the row has none
-            episode["advantages"][end - row.turns:end] = of_turns[:row.turns]
+            of_row = slice(row.dropped, row.dropped + row.turns)
+            episode["advantages"][of_row] = of_turns[:row.turns]
         bar.update(len(part))
-
-
-def empty_turns_at_the_end(episode):
-    """How many last turns have no token: empty messages that were cut."""
-    messages, finished = agent_view(episode)
-    texts = [message["content"] for message in messages if message["role"] == "assistant"]
-    count = 0
-    while count < len(texts) and not texts[-1 - count] and not finished[-1 - count]:
-        count += 1
-    return count
 
 
 def true_credits(episode):

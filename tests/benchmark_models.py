@@ -229,9 +229,9 @@ def episodes_of(tokens, count, draw, name="task"):
 def critic_pairs(tokenizer, tokens, count, draw):
     """The best of `count` dialogues with each other one."""
     episodes = episodes_of(tokens, count, draw)
-    rows = [train_critic.dialogue_row(tokenizer, episode, MAX_LENGTH, "ground_truth")
-            for episode in episodes]
-    pairs, = train_critic.dialogue_pairs(episodes, rows, "best_vs_rest", 0.0).values()
+    for episode in episodes:
+        episode["row"] = train_critic.dialogue_row(tokenizer, episode, MAX_LENGTH, "ground_truth")
+    pairs, = train_critic.dialogue_pairs(episodes, "best_vs_rest", 0.0).values()
     return pairs
 
 

@@ -128,8 +128,8 @@ def test_the_nll_term_is_the_mean_over_the_agent_tokens_of_the_chosen_dialogue()
 @pytest.mark.parametrize("objective, more", [(critic_objective, ["none"]), (dpo_objective, [])])
 def test_a_chosen_side_without_a_token_to_learn_leaves_the_loss_finite(objective, more):
     # of a page whose turns did not fit but for an empty last one, an earlier page was graded
-    empty = Row([1, 2, 3], [-1, -1, -1], torch.zeros(0))
-    other = Row([1, 2, 3], [-1, 0, 0], torch.tensor([-3.0]))
+    empty = Row([1, 2, 3], [-1, -1, -1], reference=torch.zeros(0))
+    other = Row([1, 2, 3], [-1, 0, 0], reference=torch.tensor([-3.0]))
     found = objective(tiny_model(byte_tokenizer()), [(empty, other)], 0.1, 0.01, *more)
     assert found["loss"].isfinite() and found["nll"] == 0
 
@@ -161,10 +161,10 @@ def test_truncation_drops_whole_oldest_turns_and_never_part_of_a_scored_one():
     def encode(finished, max_length):
         return encode_within(tokenizer, messages, max_length, finished)
 
-    ids, turn_index = encode([True] * 3, 10_000)
-    assert max(turn_index) == 2
-    shorter, turn_index = encode([True] * 3, len(ids) - 1)
-    assert max(turn_index) == 1
+    ids, turn_index, dropped = encode([True] * 3, 10_000)
+    assert max(turn_index) == 2 and dropped == 0
+    shorter, turn_index, dropped = encode([True] * 3, len(ids) - 1)
+    assert max(turn_index) == 1 and dropped == 1
     text = tokenizer.decode(shorter)
     assert "task" in text and "first" not in text and "second" in text and "third" in text
     # `finished` belongs to the turns that are left: the last of them was cut at the token limit
@@ -189,7 +189,7 @@ def test_each_candidate_is_a_plain_row_after_the_same_prompt():
     prompt = encoded[0][0][:start]
     shown = tokenizer.decode(prompt)
     assert "the task" in shown and "a question" in shown and "its reply" in shown
-    for (ids, turn_index), text, finished in zip(encoded, TEXTS, FINISHED, strict=True):
+    for (ids, turn_index, _), text, finished in zip(encoded, TEXTS, FINISHED, strict=True):
         assert ids[:start] == prompt
         assert turn_index == [-1] * start + [0] * (len(ids) - start)
         assert tokenizer.decode(ids[start:]) == text + ("<end>" if finished else "")
@@ -355,6 +355,9 @@ def test_dialogues_that_lose_turns_and_those_that_are_omitted_are_counted(tiny, 
     short, long = ("t", "q", "r", "I WANT TO ANSWER: x"), ("t", "q" * 200, "r", "x")
     rows = [episode("t", 1.0, 0, short), episode("t", 0.0, 1, long),
             episode("t", 0.5, 2, ("t", "y" * 600))]
+    # an empty last turn has no token, but is not lost
+    rows += [episode("t", 0.2, 3, ("t", "q", "r", ""))]
+    rows[-1]["dialogue_history"][-1]["finished"] = False
     path = write_rows(tmp_path / "e.jsonl", rows)
     done = run_script(script, "--episodes", path, "--model", tiny(), "--output", tmp_path / "o",
                       "--max_length", 200, "--pairs", "all", "--max_steps", 1)

@@ -275,12 +275,12 @@ def test_a_candidate_is_the_turn_that_it_becomes_even_after_a_turn_of_the_agent(
     tokenizer = byte_tokenizer(template)
     spoken = [{"role": "assistant", "content": text} for text in ("I call.", "It is done.")]
     whole, _ = encode_dialogue(tokenizer, [DIALOGUE[0], *spoken])
-    (ids, turn_index), = encode_candidates(
+    (ids, turn_index, _), = encode_candidates(
         tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], 8192)
     assert ids == whole and tokenizer.decode(ids[turn_index.index(0):]) == "It is done.<end>"
-    (short, _), = encode_candidates(
+    (short, _, dropped), = encode_candidates(
         tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], len(whole) - 1)
-    assert short == encode_dialogue(tokenizer, [DIALOGUE[0], spoken[1]])[0]
+    assert short == encode_dialogue(tokenizer, [DIALOGUE[0], spoken[1]])[0] and dropped == 1
 
 
 def test_the_example_in_the_docstring_holds():
@@ -307,7 +307,7 @@ def test_what_a_turn_says_is_never_a_special_token():
     turn = [token for token, index in zip(ids, turn_index, strict=True) if index == 0]
     assert turn[-1] == tokenizer.eos_token_id and tokenizer.eos_token_id not in turn[:-1]
     assert tokenizer.decode(turn[:-1]) == said
-    (ids, turn_index), = encode_candidates(tokenizer, dialogue("t"), [said], [False], 99)
+    (ids, turn_index, _), = encode_candidates(tokenizer, dialogue("t"), [said], [False], 99)
     assert ids[turn_index.index(0):] == turn[:-1]
 
 

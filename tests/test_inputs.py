@@ -130,9 +130,10 @@ def use_episodes(path):
         for message in row["dialogue_history"]:
             assert message.get("finished") in (None, True, False)
             assert isinstance(message["content"], str)
-    rows = [train_critic.dialogue_row(TOKENIZER, episode, 400, "none") for episode in episodes]
+    for row in episodes:
+        row["row"] = train_critic.dialogue_row(TOKENIZER, row, 400, "none")
     for rule in ("all", "best_vs_rest"):
-        train_critic.dialogue_pairs(episodes, rows, rule, 0.0)
+        train_critic.dialogue_pairs(episodes, rule, 0.0)
     list(collect.states_of(episodes))
     evaluate.score({"ours": [read_episodes(path)]}, draws=100)
 

@@ -80,8 +80,8 @@ def rows_of(states, pairing="halves", count=99, max_length=8192):
     return candidate_pairs(TOKENIZER, states, pairing, count, max_length, 0)
 
 
-def row_of(episode):
-    return dialogue_row(TOKENIZER, episode, 8192)
+def with_rows(episodes):
+    return [one | {"row": dialogue_row(TOKENIZER, one, 8192)} for one in episodes]
 
 
 def text_of(row):
@@ -144,8 +144,9 @@ def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is(
         for chosen, rejected in sum(groups, []):
             assert prompt_of(chosen) == prompt_of(rejected)
             assert max(len(chosen.ids), len(rejected.ids)) <= room
-            lengths.add(len(prompt_of(chosen)))
-    assert len(lengths) == 2 and omitted  # with the older turn, and without it
+            lengths.add((len(prompt_of(chosen)), chosen.dropped))
+    (_, lost), (_, kept) = sorted(lengths)  # the prompt without the older turn, and with it
+    assert omitted and lost == 1 and kept == 0
 
 
 def test_training_reads_the_very_tokens_that_sampling_made():
@@ -156,7 +157,7 @@ def test_training_reads_the_very_tokens_that_sampling_made():
         samples = policy._generate([prompt], [None], 16, [seed])
         texts, finished = zip(*map(policy._utterance, samples), strict=True)
         rows = encode_candidates(policy.tokenizer, messages, texts, finished, 8192)
-        for sample, (ids, _) in zip(samples, rows, strict=True):
+        for sample, (ids, _, _) in zip(samples, rows, strict=True):
             assert ids == prompt + sample.tokens + ids[-1:] * sample.finished
             assert ids[-1] == policy.tokenizer.eos_token_id or not sample.finished
 
@@ -164,7 +165,7 @@ def test_training_reads_the_very_tokens_that_sampling_made():
 def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
     model = tiny_model(TOKENIZER)
     group = [episode("t", 1.0), episode("t", 0.0, 1, ("t", "why?", "so", "longer", "r", "no"))]
-    pairs_of = dialogue_pairs(group, [row_of(one) for one in group], "best_vs_rest", 0.0)
+    pairs_of = dialogue_pairs(with_rows(group), "best_vs_rest", 0.0)
     pair, = pairs_of["t"]
     log_ratios = []  # over all agent tokens of each dialogue, which is read by itself
     for row, one in zip(pair, group, strict=True):
@@ -180,10 +181,12 @@ def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
 
 
 def test_a_success_that_is_too_long_leaves_the_others_to_be_paired():
-    group = [episode("t", 1.0), episode("t", 1.0, 1), episode("t", 0.0, 2)]
-    rows = [None, row_of(group[1]), row_of(group[2])]
-    assert dialogue_pairs(group, rows, "best_vs_rest", 0.0) == {"t": [(rows[1], rows[2])]}
-    assert dialogue_pairs(group, [None] * 3, "best_vs_rest", 0.0) == {"t": []}
+    group = with_rows([episode("t", 1.0), episode("t", 1.0, 1), episode("t", 0.0, 2)])
+    group[0]["row"] = None
+    pair = group[1]["row"], group[2]["row"]
+    assert dialogue_pairs(group, "best_vs_rest", 0.0) == {"t": [pair]}
+    too_long = [one | {"row": None} for one in group]
+    assert dialogue_pairs(too_long, "best_vs_rest", 0.0) == {"t": []}
 
 
 # -----------------------------------------------------------------------------
@@ -329,6 +332,16 @@ def test_multi_turn_dpo_learns_from_episodes(files, tiny, tmp_path, more):
     assert metrics(tmp_path / "out")[-1]["train/margin"] > 0
 
 
+def test_states_that_lose_turns_and_pairs_that_are_omitted_are_counted(tiny, tmp_path):
+    long = dialogue("t", "q" * 200, "r")
+    write_rows(tmp_path / "ranked.jsonl", [
+        ranked_state({"a": 1.0, "b": -1.0}, long), ranked_state({"a": 1.0, "b": 0.0}, turn=1),
+        ranked_state({"a" * 200: 1.0, "b": 0.0}, turn=2)])
+    done = train(tmp_path / "ranked.jsonl", tiny(), tmp_path / "out", "--max_length", 200)
+    assert "2 pairs; with --max_length 200, 1 states lose their oldest turns" in done.stdout
+    assert "and 1 more pairs are omitted" in done.stdout
+
+
 def test_candidates_to_learn_nothing_from_are_a_sentence(tiny, tmp_path):
     write_rows(tmp_path / "ranked.jsonl", [ranked_state({"a": 1.0, "b": 1.0})])
     said = train(tmp_path / "ranked.jsonl", tiny(), tmp_path / "out", run=refusal)
@@ -338,7 +351,7 @@ def test_candidates_to_learn_nothing_from_are_a_sentence(tiny, tmp_path):
 def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     states, _ = read_candidates(files / "ranked.jsonl", ranked=True)
     episodes, _ = load_episodes([files / "episodes.jsonl"])
-    pairs_of = dialogue_pairs(episodes, [row_of(episode) for episode in episodes], "all", 0.0)
+    pairs_of = dialogue_pairs(with_rows(episodes), "all", 0.0)
     groups = [*rows_of(states)[0], *pairs_of.values()]
     texts = [TOKENIZER.decode(row.ids) for pairs in groups for pair in pairs for row in pair]
     assert len(texts) > 50

@@ -493,7 +493,9 @@ def test_metrics_of_any_size_and_unknown_keys_of_foreign_episodes_leave_the_page
     assert browser.count("#training figure") == 1 and browser.count(".row") == 2
 
 
-def test_an_empty_last_message_that_was_cut_shifts_no_advantage():
+@pytest.mark.parametrize("dropped, expected", [(0, [1.0, 2.0, None]), (1, [None, 1.0, 2.0])])
+def test_advantages_stand_at_their_turns_if_the_last_is_empty_or_the_first_was_dropped(
+        dropped, expected):
     row = episode(0)
     row["dialogue_history"] = dialogue("t", "one", "a", "two", "b", " ")
     row["dialogue_history"][-1]["finished"] = False
@@ -501,13 +503,13 @@ def test_an_empty_last_message_that_was_cut_shifts_no_advantage():
 
     class TwoTurns:
         def dialogue(self, found):
-            return types.SimpleNamespace(ids=[1], turns=2)
+            return types.SimpleNamespace(ids=[1], turns=2, dropped=dropped)
 
         def turn_advantages(self, rows):
             return torch.tensor([[1.0, 2.0]])
 
     page.add_advantages(TwoTurns(), [row])
-    assert row["advantages"] == [1.0, 2.0, None]
+    assert row["advantages"] == expected
 
 
 def test_no_match_leaves_nothing_stale(shown):

@@ -50,7 +50,7 @@ def main(args):
     episodes, failed = load_episodes(args.episodes)
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
-    fits = what_fits(chosen, rows, args.max_length)
+    fits = what_fits(rows, args.max_length)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
             f" {fits}")

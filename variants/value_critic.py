@@ -102,8 +102,9 @@ class Reader:
         if isinstance(found, tuple):  # of one dialogue
             found = [found]
         return [ValueRow(opening_ids + ids[text_length:],
-                         [-1] * len(opening_ids) + turn_index[text_length:], opening=opening)
-                for ids, turn_index in found]
+                         [-1] * len(opening_ids) + turn_index[text_length:], dropped,
+                         opening=opening)
+                for ids, turn_index, dropped in found]
 
 
 # -----------------------------------------------------------------------------
@@ -179,11 +180,11 @@ def train(args):
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, failed = load_episodes(args.episodes)
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
-    rows = [reader.dialogue(episode)
-            for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar)]
-    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted);"
-            f" {what_fits(episodes, rows, args.max_length)}")
-    groups, held_out = split_pairs(episodes, rows, args, run)
+    for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar):
+        episode["row"] = reader.dialogue(episode)
+    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
+    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); {fits}")
+    groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
     if min(outcomes) < 0 or max(outcomes) > 1:
