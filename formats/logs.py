@@ -18,9 +18,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from tqdm import tqdm
+
 from colbench import agent_prompt_of
-from formats.read import complete_episode, group_by_task, is_finite, read_episodes
-from runtime.files import as_jsonl, read_jsonl, read_prompt, write_atomically
+from formats.read import complete_episode, complete_task, group_by_task, is_finite, read_episodes
+from judge.sandbox import grade_all
+from runtime.files import as_jsonl, expect, read_jsonl, read_prompt, write_atomically
 from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
@@ -69,11 +72,34 @@ def import_command(args):
 
 def official_episodes(path, prompt):
     """Episodes of the official trajectory file, which omits what the agent was told."""
-    episodes = read_episodes(path)
+    episodes = read_episodes(path, rows=graded_rows(path))
     for episode in episodes:
         if episode["agent_prompt"] is None:
             episode["agent_prompt"] = agent_prompt_of(episode["task"], prompt)
     return episodes
+
+
+def graded_rows(path):
+    """(where, row) of each line. Answers without a reward, as the official simulator leaves them,
+    are graded.
+    """
+    rows = list(read_jsonl(path))
+    ungraded = []  # (row, its task, its answer)
+    for where, row in rows:
+        if row.get("reward") is None and not row.get("error"):
+            task = complete_task(expect(row, "task", dict, where), f"{where}, task")
+            if "test_cases" not in task:
+                raise SystemExit(f"{where}: found no 'reward', expected a number; only answers to"
+                                 " tasks with tests are graded here")
+            ungraded.append((row, task, expect(row, "answer", str, where)))
+    parts = [ungraded[start:start + 64] for start in range(0, len(ungraded), 64)]
+    for part in tqdm(parts, unit="batch", desc="grading", disable=not parts):
+        _, tasks, answers = zip(*part, strict=True)
+        for (row, *_), grade in zip(part, grade_all(tasks, answers), strict=True):
+            row |= {"reward": grade.reward, "reasons": grade.reasons}
+    if ungraded:
+        print(f"Answers without a reward, which were graded: {len(ungraded)}")
+    return rows
 
 
 def log_episodes(path, prompt):

@@ -108,15 +108,16 @@ def complete_episode(row, where="episode"):
     return episode
 
 
-def read_episodes(path, tasks=None):
+def read_episodes(path, tasks=None, rows=None):
     """All episodes of a file; the same task and sample twice is an error.
 
-    `tasks` holds those of earlier files, see `check_same_task`.
+    `tasks` holds those of earlier files, see `check_same_task`. `rows` are those of the file if
+    something was added to them.
     """
     ResumableJsonl.refuse_unfinished(path)
     tasks = {} if tasks is None else tasks
     episodes, seen, counts = [], set(), {}
-    for where, row in read_jsonl(path):
+    for where, row in rows or read_jsonl(path):
         refuse_other_kind(row, "episodes", where)
         episode = complete_episode(row, where)
         check_same_task(tasks, episode["task"], where)

@@ -42,6 +42,30 @@ def import_of(folder, *lines):
     return "colbench.py", "import", path, "--output", f"{path}.episodes"
 
 
+def official_line(answer):
+    """What the official simulator writes of a dialogue, before its answer is graded."""
+    said = f"I WANT TO ANSWER: {answer}"
+    return {"task": {"problem_description": "Double it: def f(x)", "test_cases": {"test1": "f(2)",
+                     "test2": "f('a')"}, "ground_truth": "def f(x):\n    return 2 * x"},
+            "dialogue_history": [
+                {"role": "user", "content": "Double it: def f(x)"},
+                {"role": "assistant", "content": said, "input": "rendered prompt", "output": said}],
+            "answer": answer}
+
+
+def test_official_trajectories_are_graded_on_import_if_nobody_has_graded_them(tmp_path):
+    answers = ("def f(x): return x + x", "def f(x): return x * 2 if x == 2 else 0", "no code")
+    graded = official_line("def f(x): return 2 * x") | {"reward": 0.25}
+    episodes, said = imported(tmp_path, *map(official_line, answers), graded)
+    assert [episode["reward"] for episode in episodes] == [1.0, 0.5, 0.0, 0.25]
+    assert [episode["success"] for episode in episodes] == [True, False, False, False]
+    assert [episode["sample"] for episode in episodes] == [0, 1, 2, 3]
+    assert "which were graded: 3" in said
+    page = {"problem_description": "p", "ground_truth": "<html></html>"}
+    said = refusal(*import_of(tmp_path / "pages", official_line("x") | {"task": page}))
+    assert "line 1: found no 'reward', expected a number; only answers to tasks with" in said
+
+
 def imported(folder, *lines):
     """(the episodes that a log of these lines becomes, what is said of them)"""
     done = run_script(*import_of(folder, *lines))
