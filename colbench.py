@@ -21,13 +21,13 @@ To change                      edit
     what counts as an answer   split_message
     what a party is told       the prompts below
     what a task is             DOMAINS
+    the tokens of a dialogue   encode_dialogue; what is dropped if it is long: encode_within
     the loop of a dialogue     play in collect.py
 formats/read.py reads files and checks every line. `import colbench` needs only the standard
 library.
 """
 
 import base64
-import itertools
 import re
 import typing
 
@@ -137,30 +137,10 @@ def prompt_of_episode(episode):
     return agent_prompt_of(episode["task"], episode.get("agent_prompt"), max_turns)
 
 
-def custom_prompt(records, say):
-    """The agent's instructions, if all records share them and they are not the domain's own.
-
-    A policy that was trained with such instructions needs them when it plays. The domain's own are
-    not stored with it, because they name the number of turns, which may differ when it plays.
-    `say` prints a sentence if the records differ.
-    """
-    prompts = set()
-    for record in records:
-        prompt, domain = record.get("agent_prompt"), DOMAINS[record["task"]["domain"]]
-        patterns = [re.escape(own).replace(r"\{max_turns\}", r"\d+")
-                    for own in (domain.agent_prompt, domain.one_turn_prompt) if own]
-        is_own = prompt and any(re.fullmatch(pattern, prompt) for pattern in patterns)
-        prompts.add(None if is_own else prompt)
-    if len(prompts) > 1:
-        say(f"found {len(prompts)} different instructions of the agent, so the policy is saved"
-            " without any; give --agent_prompt when it plays")
-    return prompts.pop() if len(prompts) == 1 else None
-
-
 def agent_messages(history, prompt):
     """What the agent sees: its instructions and the dialogue, with its own turns as it wrote them.
 
-    This function is not given the task, so it cannot leak hidden information or the solution.
+    This function is not given the task, so it can add neither hidden information nor the solution.
     """
     system = [{"role": "system", "content": prompt}] if prompt else []
     return system + [{"role": message["role"],
@@ -348,9 +328,8 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
                    if message["role"] == "assistant"]
     if prompt or messages[-1]["role"] != "assistant":
         prompt_ends.append(len(messages))
-    prompts, turns = [], []  # what stands before each turn; what the turn says
-    closed = []  # whether an end-of-turn token follows it
-    rendered = ""  # all of this as one text
+    ids, turn_index = [], []
+    rendered = ""  # what these ids say
     for turn, index in enumerate(prompt_ends):
         before = render(tokenizer, messages[:index])  # with the generation prompt
         if not before.startswith(rendered):
@@ -358,17 +337,16 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
-        prompts.append(before[len(rendered):])
+        added, = prompt_ids(tokenizer, [before[len(rendered):]])
+        ids += added
+        turn_index += [-1] * len(added)
         if index < len(messages):
-            turns.append(messages[index]["content"])
-            closed.append(finished[turn] if turn < len(finished) else True)
-            rendered = before + turns[-1] + (end_text if closed[-1] else "")
-    ids, turn_index = [], []
-    parts = itertools.zip_longest(
-        prompt_ids(tokenizer, prompts), turn_ids(tokenizer, turns, closed), fillvalue=[])
-    for turn, (before, said) in enumerate(parts):
-        ids += before + said
-        turn_index += [-1] * len(before) + [turn] * len(said)
+            text = messages[index]["content"]
+            closed = finished[turn] if turn < len(finished) else True
+            added, = turn_ids(tokenizer, [text], [closed])
+            ids += added
+            turn_index += [turn] * len(added)
+            rendered = before + text + (end_text if closed else "")
     return ids, turn_index
 
 
@@ -380,8 +358,8 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     """
     head = first_request(messages) + 1
     roles = [message["role"] for message in messages]
-    # messages[:head] + messages[start:] is kept, with the first of ever later `starts` that fits:
-    # all messages, those from a later agent turn on, or, of a prompt, the head alone
+    # Keep messages[:head] and messages[start:], with the first `start` that fits: all messages,
+    # those from a later agent turn on, or, of a prompt, none but the head
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
     if prompt or roles[-1] != "assistant":

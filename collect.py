@@ -19,8 +19,9 @@ line:
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
 
-Beside it, OUTPUT.run.json records the command. After a kill, give the same command again; lines
-with an `error` are retried, too. A larger --num_tasks or --samples_per_task extends the output.
+OUTPUT.run.json, beside the output, records the command. After a kill, give the same command again;
+lines with an `error` are retried, too. A larger --num_tasks or --samples_per_task extends the
+output.
 
 To change                          edit
     the loop of a dialogue         play
@@ -67,7 +68,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     """One dialogue, from the request to the reward; returns the episode.
 
     Sampling is seeded by task, sample and turn, so dialogues do not affect each other. An error
-    ends this dialogue and no other.
+    ends this dialogue and no other. `on_turn` moves a progress bar.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
@@ -89,9 +90,8 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                             "finished": said.finished})
             on_turn()
             if answer is None:
-                if human.reads_history:  # a scripted human, which has no prompt
-                    view = history
-                else:
+                view = history  # of a scripted human, which has no prompt
+                if not human.reads_history:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
                 reply = spoken(ask(human, view).text,
                                "raise --human_max_new_tokens, or turn the model's thinking off")

@@ -3,7 +3,7 @@ r"""Evaluate policies from their episodes: means, intervals, differences, who wo
   1. The samples of a task are averaged first, then the tasks. An episode with
      an error counts only in the error rate.                                   task_means
   2. Each 95 % interval is a bootstrap that resamples tasks and seeds. If all
-     outcomes are equal, it has no width, and Wilson's interval replaces it.    interval
+     outcomes are equal, it has no width, and Wilson's interval replaces it.    interval, bounds
   3. Every policy is compared with the first one, and the best with every
      other, on the same tasks: difference, win rate, sign test.                 compare
 The script plays nothing and loads no model.
@@ -14,7 +14,7 @@ The script plays nothing and loads no model.
 
 To change                          edit
     what is measured               episode_numbers, NUMBERS
-    the intervals                  interval
+    the intervals                  interval, bounds
     when a difference is settled   compare
     headings and verdict           formats/verdict.py
 
@@ -92,10 +92,10 @@ def draw_counts(generator, count, draws):
     return generator.multinomial(count, numpy.full(count, 1 / count), size=draws).astype(float)
 
 
-def drawn_means(sums, weights):
+def drawn_means(sums, counts):
     """The mean of each draw, (D, T) and (D, T) -> (D,); draws without a value are omitted."""
-    sums, weights = sums.sum(1), weights.sum(1)
-    return sums[weights > 0] / weights[weights > 0]
+    sums, counts = sums.sum(1), counts.sum(1)
+    return sums[counts > 0] / counts[counts > 0]
 
 
 def interval(values, seed_draws, task_draws, limits=None):
@@ -108,10 +108,11 @@ def interval(values, seed_draws, task_draws, limits=None):
     present = ~numpy.isnan(values)
     if not present.any():
         return None
-    means = drawn_means((seed_draws @ numpy.where(present, values, 0.0)) * task_draws,
-                        (seed_draws @ present.astype(float)) * task_draws)
-    count = int(present.any(0).sum())
-    return {"value": float(values[present].mean())} | bounds(means, count, limits)
+    sums = (seed_draws @ numpy.where(present, values, 0.0)) * task_draws  # (D, T)
+    counts = (seed_draws @ present.astype(float)) * task_draws  # (D, T)
+    tasks = int(present.any(0).sum())
+    means = drawn_means(sums, counts)
+    return {"value": float(values[present].mean())} | bounds(means, tasks, limits)
 
 
 def bounds(means, count, limits=None):

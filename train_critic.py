@@ -33,8 +33,8 @@ To change                  edit
     what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. What
                            only the episode has, such as its reasons, goes into the task first:
                            episode["task"] | {...} in dialogue_row, and in states_of of collect.py,
-                           which the ranking reads. What differs between the dialogues of a pair
-                           gives away which is better, and then the critic learns nothing else
+                           which the ranking reads. It must not tell the dialogues of a pair
+                           apart: the critic would learn that, and nothing of the turns
     the ranking            rank; a flag of it also goes into RANKING and into `flags` there
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
@@ -133,15 +133,6 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
             and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
 
 
-def split_tasks(task_ids, holdout, seed):
-    """(task ids to train on, held out): whole tasks, after a seeded shuffle."""
-    task_ids = sorted(task_ids)
-    random.Random(derive_seed(seed, "holdout")).shuffle(task_ids)
-    # 1e-9: as floats, 0.07 * 100 is more than 7. One task is left to train on
-    count = min(math.ceil(holdout * len(task_ids) - 1e-9), len(task_ids) - 1)
-    return task_ids[count:], task_ids[:count]
-
-
 # -----------------------------------------------------------------------------
 # What the critic reads
 
@@ -187,14 +178,14 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Rows are sorted by it: it is close to their length, so that
-        little is padded, and equal for the candidates of a state, so that these stay together."""
+        """Tokens before the last turn. Batches are sorted by it: it is close to a row's length, so
+        little is padded, and the candidates of a state, which have the same, stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
 def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     """The row of an episode. Beyond `max_length` tokens, its oldest turns are dropped. If even the
-    last turn, the answer, does not fit, it is None.
+    last turn does not fit, it is None.
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
@@ -203,14 +194,14 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
 
 
 def what_fits(rows, max_length):
-    """A clause on the dialogues that are longer than `max_length`; too long, a row is None."""
+    """A clause on what `max_length` has cut; a dialogue that does not fit has no row (None)."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows. An episode whose row is None, which is too long, is in none."""
+    """Task id -> its pairs of rows. An episode that does not fit has no row, and is in no pair."""
     pairs_of = {}
     for task_id, group in group_by_task(episodes).items():
         fitting = [episode for episode in group if episode["row"]]
@@ -256,13 +247,10 @@ def critic_objective(model, pairs, beta, nll, normalise):
 def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    found = {}  # index of a row -> its log-probs; each rank reads its share of the rows
     with run.scoring(model):
-        parts = list(run.share(range(len(rows)), rows_at_once))
-        for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
-            logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
-            found.update(zip(mine, logprobs.cpu(), strict=True))
-    for index, logprobs in run.gather(found).items():  # of all ranks
+        found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
+                        "reference")
+    for index, logprobs in found.items():
         rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
 
@@ -297,6 +285,15 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
             draw.shuffle(pairs)
         batches += [pairs[start:start + batch_size] for start in range(0, len(pairs), batch_size)]
     return batches
+
+
+def split_tasks(task_ids, holdout, seed):
+    """(task ids to train on, held out): whole tasks, after a seeded shuffle."""
+    task_ids = sorted(task_ids)
+    random.Random(derive_seed(seed, "holdout")).shuffle(task_ids)
+    # 1e-9: as floats, 0.07 * 100 is more than 7. One task is left to train on
+    count = min(math.ceil(holdout * len(task_ids) - 1e-9), len(task_ids) - 1)
+    return task_ids[count:], task_ids[:count]
 
 
 def split_pairs(episodes, args, run):
@@ -349,7 +346,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # what this critic ranked after fewer steps, with the .rank* parts and the .run.json
+    # ranks of a shorter training of this critic are outdated; so are their .rank* and .run.json
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
@@ -377,8 +374,7 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; times `weight`, the number of ranks, they are a
-        # sum. A rank without a pair repeats one with weight 0: all must run the same forwards
+        # FSDP averages gradients over ranks; with `weight`, the number of ranks, they are a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -428,15 +424,19 @@ class Critic:
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
-        encoded = [encode_candidates(self.tokenizer, critic_messages(task, messages, privileged),
-                                     texts, finished, self.max_length)
-                   for privileged in (self.privileged, self.seen_by_reference)]
-        if None in encoded:
+        rows = self.candidates(task, messages, texts, finished, self.privileged)
+        seen = self.candidates(task, messages, texts, finished, self.seen_by_reference)
+        if rows is None or seen is None:
             return None
-        rows, reference_rows = [[Row(*row) for row in found] for found in encoded]
-        advantages = self.turn_advantages(rows, reference_rows)  # (R, S)
+        advantages = self.turn_advantages(rows, seen)  # (R, S)
         return advantages.sum(1).tolist()  # S is 1, or 0 if all are empty
+
+    def candidates(self, task, messages, texts, finished, privileged):
+        """The rows of candidates; None if they do not fit."""
+        messages = critic_messages(task, messages, privileged)
+        texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
+        encoded = encode_candidates(self.tokenizer, messages, texts, finished, self.max_length)
+        return [Row(*row) for row in encoded] if encoded else None
 
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
@@ -515,7 +515,7 @@ def parse_args(argv=None):
                         help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
                         " its pairs side by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
-                        help="share of tasks that are held out for evaluation")
+                        help="share of tasks, rounded up, that are held out for evaluation")
     # --beta, --nll, --lr, --epochs and --batch_size: the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (2)")
     parser.add_argument("--nll", type=float, least=0, default=0.01,

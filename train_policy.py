@@ -1,7 +1,7 @@
 r"""Train the policy of SWEET-RL from ranked candidates (arXiv 2503.15478, section 4.3).
 
   1. A ranker, usually the critic, has given each candidate of a state its advantage
-     (train_critic.py --candidates). This script never reads the solution.
+     (train_critic.py --candidates). The policy never sees the solution.
   2. Pairs are drawn: a candidate of the better half and one of the worse.     make_pairs
   3. DPO on these pairs of turns trains the policy: Eq. (4).                   dpo_loss
 With --episodes, this script is multi-turn DPO, a baseline: the same loss on whole dialogues.
@@ -10,7 +10,8 @@ With --episodes, this script is multi-turn DPO, a baseline: the same loss on who
         --lr 3e-4
     torchrun --nproc_per_node 8 train_policy.py --candidates critic/ranked.jsonl \
         --model meta-llama/Llama-3.1-8B-Instruct --output policy --packed
-    python train_policy.py --episodes episodes.jsonl --model toy/base --output mtdpo --epochs 4
+    python train_policy.py --episodes episodes.jsonl --model toy/base --output mtdpo --lr 1e-3 \
+        --epochs 4
 
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
@@ -54,10 +55,10 @@ import random
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
-from colbench import agent_view, custom_prompt, encode_candidates, encode_within, succeeded
-from formats.read import group_by_task, load_episodes, read_candidates, state_key
+from colbench import agent_view, encode_candidates, encode_within, succeeded
+from formats.read import (
+    custom_prompt, group_by_task, load_episodes, read_candidates, state_key)
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
@@ -161,8 +162,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Rows are sorted by it: it is close to their length, so that
-        little is padded, and equal for the candidates of a state, so that these stay together."""
+        """Tokens before the last turn. Batches are sorted by it: it is close to a row's length, so
+        little is padded, and the candidates of a state, which have the same, stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -187,7 +188,7 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
 
 def dialogue_row(tokenizer, episode, max_length):
     """The row of an episode. Beyond `max_length` tokens, its oldest turns are dropped. If even the
-    last turn, the answer, does not fit, it is None.
+    last turn does not fit, it is None.
     """
     messages, finished = agent_view(episode)
     encoded = encode_within(tokenizer, messages, max_length, finished)
@@ -195,14 +196,14 @@ def dialogue_row(tokenizer, episode, max_length):
 
 
 def what_fits(rows, max_length):
-    """A clause on the dialogues that are longer than `max_length`; too long, a row is None."""
+    """A clause on what `max_length` has cut; a dialogue that does not fit has no row (None)."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows. An episode whose row is None, which is too long, is in none."""
+    """Task id -> its pairs of rows. An episode that does not fit has no row, and is in no pair."""
     pairs_of = {}
     for task_id, group in group_by_task(episodes).items():
         fitting = [episode for episode in group if episode["row"]]
@@ -249,13 +250,10 @@ def dpo_objective(model, pairs, beta, nll):
 def set_reference(model, rows, run, rows_at_once):
     """Set `reference` of all rows: their turns' log-probs now, before the first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    found = {}  # index of a row -> its log-probs; each rank reads its share of the rows
     with run.scoring(model):
-        parts = list(run.share(range(len(rows)), rows_at_once))
-        for mine, _ in tqdm(parts, unit="batch", desc="reference", **run.process.bar):
-            logprobs, _ = turn_logprobs(model, [rows[index] for index in mine])
-            found.update(zip(mine, logprobs.cpu(), strict=True))
-    for index, logprobs in run.gather(found).items():  # of all ranks
+        found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
+                        "reference")
+    for index, logprobs in found.items():
         rows[index].reference = logprobs[:rows[index].turns]  # without the padding
 
 
@@ -293,7 +291,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's instructions to save, see custom_prompt)."""
+    """(pairs of rows, one list per state; the agent's instructions, to be saved or None)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
@@ -302,7 +300,7 @@ def read_candidate_pairs(tokenizer, args, run):
     run.say(f"{len(states)} states ({omitted} failed or unranked ones omitted), ranked by"
             f" {rankers}: {sum(map(len, groups))} pairs; with --max_length {args.max_length},"
             f" {shorter} states lose their oldest turns, and {too_long} more pairs are omitted,"
-            " since they do not fit")
+            " of states whose longest candidate does not fit")
     if not groups:
         raise SystemExit(f"{args.candidates}: found no pair of a better and a worse candidate of"
                          f" one state with --pairing {args.pairing}, expected at least one; sample"
@@ -312,7 +310,7 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's instructions to save, see custom_prompt)."""
+    """(pairs of rows, one list per task; the agent's instructions, to be saved or None)."""
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
@@ -363,8 +361,7 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; times `weight`, the number of ranks, they are a
-        # sum. A rank without a pair repeats one with weight 0: all must run the same forwards
+        # FSDP averages gradients over ranks; with `weight`, the number of ranks, they are a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

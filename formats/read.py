@@ -219,6 +219,26 @@ def group_by_task(episodes):
     return groups
 
 
+def custom_prompt(records, say):
+    """The agent's instructions, if all records share them and they are not the domain's own.
+
+    A policy that was trained with such instructions needs them when it plays. The domain's own are
+    not stored with it, because they name the number of turns, which may differ when it plays.
+    `say` prints a sentence if the records differ.
+    """
+    prompts = set()
+    for record in records:
+        prompt, domain = record.get("agent_prompt"), DOMAINS[record["task"]["domain"]]
+        patterns = [re.escape(own).replace(r"\{max_turns\}", r"\d+")
+                    for own in (domain.agent_prompt, domain.one_turn_prompt) if own]
+        is_own = prompt and any(re.fullmatch(pattern, prompt) for pattern in patterns)
+        prompts.add(None if is_own else prompt)
+    if len(prompts) > 1:
+        say(f"found {len(prompts)} different instructions of the agent, so the policy is saved"
+            " without any; give --agent_prompt when it plays")
+    return prompts.pop() if len(prompts) == 1 else None
+
+
 def is_finite(number):
     """Whether a float can hold it; an int may have any number of digits."""
     return -1e300 < number < 1e300

@@ -70,9 +70,10 @@ class Run:
     def share(self, batch, size):
         """Parts of a batch for this rank, `size` entries at most, each with its weight.
 
-        Every rank gets the same number of parts, since FSDP's ranks synchronise in every layer; one
-        that has nothing left repeats an entry with weight 0. Otherwise the weight is the number of
-        ranks: FSDP takes the mean of their gradients, and a batch wants the sum.
+        Every rank gets the same number of parts, since FSDP's ranks synchronise in every layer: all
+        must run the same forwards. One that has nothing left repeats an entry with weight 0.
+        Otherwise the weight is the number of ranks: FSDP takes the mean of their gradients, and a
+        batch wants the sum.
         """
         at_once = size * self.world
         for start in range(0, len(batch), at_once):
@@ -82,6 +83,17 @@ class Run:
                 yield part[first:last], self.world
             else:
                 yield part[:1], 0
+
+    def map(self, function, items, size, description):
+        """Index of an item -> its result; the ranks share the items.
+
+        `function` takes a list of at most `size` items, and returns as many results.
+        """
+        found = {}
+        parts = list(self.share(range(len(items)), size))
+        for mine, _ in tqdm(parts, unit="batch", desc=description, **self.process.bar):
+            found.update(zip(mine, function([items[index] for index in mine]), strict=True))
+        return self.gather(found)
 
     def gather(self, mine):
         """One dictionary with what all ranks have found."""

@@ -15,8 +15,8 @@ from parties import (
 
 import collect
 import speakers
-from colbench import DOMAINS, custom_prompt, prompt_of_episode
-from formats.read import load_episodes, read_candidates, read_episodes
+from colbench import DOMAINS, prompt_of_episode
+from formats.read import custom_prompt, load_episodes, read_candidates, read_episodes
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from colbench import custom_prompt, succeeded
-from formats.read import load_episodes
+from colbench import succeeded
+from formats.read import custom_prompt, load_episodes
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
