@@ -1,4 +1,4 @@
-# Flags and commands of the embedded world's recipes, which source this file. docs/measured.md says
+# Flags and commands of the embedded world's recipes, which source this file. docs/tuning.md says
 # how the flags were chosen.
 export OMP_NUM_THREADS=1
 # malloc keeps freed memory: new pages from the kernel take time
