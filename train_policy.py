@@ -43,9 +43,9 @@ Code that both trainers share is duplicated, so that each can be read alone; tes
 keeps the copies equal (a fork that changes one adds its name to OWN there).
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
-Differences from the paper: none known. From the official code: the NLL term covers agent tokens
-only; candidates that were cut at the token limit get no end-of-turn token; equal texts are never a
-pair.
+Difference from the paper: four pairs of a state are drawn, as in the official code, not one
+(`--pairs_per_state 1`). From the official code: the NLL term covers agent tokens only; candidates
+that were cut at the token limit get no end-of-turn token; equal texts are never a pair.
 """
 
 import dataclasses

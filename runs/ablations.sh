@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's Table 3, critics beside critics, and best of N on the embedded world, from what
 # runs/toy.sh left in OUT. Each critic ranks the same candidates, and a policy learns from its ranks:
-# without training-time information, without length normalisation, with that of the official code,
+# without the solution, without length normalisation, with that of the official code,
 # with a value head, untrained, and for comparison true credit and random ranks.
 # Then SWEET-RL's own ranks with another pairing rule, and matrices of rank 16 (LoRA) for all weights.
 set -euo pipefail

@@ -4,12 +4,12 @@
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
 # docs/measured.md says what SmolLM2-135M-Instruct reached, and how the settings were chosen.
-# A killed run goes on where it stopped. On an H200 these commands took 23 minutes; on two CPU cores
+# A killed run goes on where it stopped. On an H200 the steps took 23 minutes in all; on two CPU cores
 # they would take days. An earlier recipe (120 tasks, four states, fewer demonstrations and epochs)
 # took two and a half hours there.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
 # TASKS=120 trains on fewer tasks; SPLIT=valid plays those that settings are chosen on; SHORT=1 is a
-# smoke run.
+# smoke run, with few tasks whatever TASKS says.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}

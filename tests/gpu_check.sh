@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the project does on one CUDA GPU: about eight minutes on an H200.
+# What the project does on one CUDA GPU: about seven minutes on an H200.
 #   bash tests/gpu_check.sh [--dry] [--layers 32]     --dry: the same code on tiny shapes on the CPU
 # PYTHON=... chooses the interpreter.
 set -euo pipefail

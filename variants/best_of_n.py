@@ -16,7 +16,8 @@ All other flags are collect.py's. Reads tasks and a critic; writes episodes as c
 and no way to serve a policy. The critic's reference sees the solution, too, as in Eq. (3), even if
 the critic has ranked with --reference plain.
 
-To choose in another way, add a class with a method `best`, and name it in `open_choice`.
+To choose in another way, add a class with a method `best` and an attribute `given_up`, and name it
+in `open_choice`.
 
 Differences from the paper: it says neither how a tie is broken (here: the first candidate) nor what
 becomes of a state that is too long for the critic (here: the first candidate).
