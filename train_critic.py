@@ -389,6 +389,7 @@ def train(args):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
+            run.add("holdout", {"pairs": torch.tensor([len(held_out)], device=run.device)}, 1)
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)

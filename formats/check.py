@@ -14,6 +14,10 @@ from runtime.files import read_jsonl
 from runtime.text import harmless
 
 
+READ = {"task_id", "domain", "problem_description", "ground_truth", "hidden_information",
+        "test_cases", "toy"}  # keys of a task that some stage reads
+
+
 def check_tasks(path, tasks, profile, require_protection):
     """Print the table for the tasks of the file `path`; return whether all can be solved in full.
     """
@@ -32,6 +36,10 @@ def check_tasks(path, tasks, profile, require_protection):
     broken = {index for index, _, _ in rows}
     solvable = len(tasks) - len(broken)
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")
+    unread = set().union(*tasks) - READ
+    if unread:
+        print("Keys that no stage reads, though a --human_prompt may name them:"
+              f" {harmless(', '.join(sorted(unread)))}")
     for name, active in status.items():
         missing = "MISSING"
         if name in SECOND_LINES:

@@ -48,13 +48,17 @@ def import_command(args):
                          " a new name; choose another --output, or remove what is there")
     write_atomically(output, text)
     by_task = group_by_task(episodes)
+    failed = sum(bool(episode["error"]) for episode in episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}
                for group in by_task.values()]  # of each task
     unequal = sum(len(of_task) > 1 for of_task in rewards)
     found = set().union(*rewards)
     print(f"{output}: {counted(len(episodes), 'episode')} of {counted(len(by_task), 'task')},"
-          f" {unequal} of them with different rewards; rewards from {min(found, default=0):g} to"
-          f" {max(found, default=0):g}, taken as they are")
+          f" {unequal} of them with different rewards")
+    if found:
+        print(f"Rewards from {min(found):g} to {max(found):g}, taken as they are")
+    if failed:
+        print(f"Episodes that an error has stopped, which no stage uses: {failed}")
     distinct = {(episode["task"]["task_id"], episode["reward"],
                  *(message["content"] for message in episode["dialogue_history"]))
                 for episode in episodes}

@@ -112,7 +112,8 @@ def ranking_chart(run):
     last, rows = run.last, []
     if "holdout/accuracy" in last:
         # without an interval, as the pairs of a task are not independent
-        rows.append({"name": "held-out pairs of dialogues",
+        pairs = f"{last['holdout/pairs']:.0f} " if "holdout/pairs" in last else ""
+        rows.append({"name": f"{pairs}held-out pairs of dialogues",
                      "value": 100 * last["holdout/accuracy"]})
     for kind, name in AUC_ROWS.items():
         if f"credit_auc/{kind}" in last:  # toy/credit.py appends them

@@ -97,7 +97,7 @@ def launch(main, args):
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
         signal.signal(signal_number, stop)
-    advice = "What was finished is on disk; rerun the same command to resume."
+    advice = "Rerun the same command: it goes on from what is on disk."
     try:
         main(args)
         leave_processes()

@@ -54,10 +54,14 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
         if changed:
             words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"]
                      else name for name in changed]
+            moved = any(is_server(str(flags.get(name))) and not flags.get(f"{name}_model")
+                        for name in ("agent", "human") if name in changed)
+            hint = ("; the address of a server may change if --agent_model or --human_model names"
+                    " its model") if moved else ""
             raise SystemExit(f"{path}: found the output of another run, which differs in"
                              f" {', '.join(words)}; expected the same command, to resume it"
-                             f" ({', '.join(COUNTS)} may grow); choose another {flag} or remove"
-                             f" {remove}")
+                             f" ({', '.join(COUNTS)} may grow{hint}); choose another {flag} or"
+                             f" remove {remove}")
         edited = [name for name, code in code_of_scripts().items()
                   if before.get("code", {}).get(name, code) != code]
         if edited:
@@ -190,7 +194,10 @@ def changes_since(before, flags, hashes, may_differ):
         elif new != old and not server_moved(name, before["flags"], flags):
             changed.append(name if name in before["flags"] else f"{name} (a new flag)")
     names = hashes | before["inputs"]  # the run.json of a model may have come or gone
-    changed += [name for name in names if hashes.get(name) != before["inputs"].get(name)]
+    for name in names:
+        if hashes.get(name) != before["inputs"].get(name):
+            both = name in hashes and name in before["inputs"]
+            changed.append(f"{name} (its content)" if both else name)
     return changed, grown
 
 

@@ -214,6 +214,10 @@ class Run:
         self.process.barrier()
         if self.process.leads:
             print(f"{self.output}: the checkpoint{self._last_metrics()}")
+            state = [path.stat().st_size for path in (self.output / RESUME).glob("*")]
+            if state:
+                print(f"{self.output / RESUME}: the state from which a larger --max_steps goes on"
+                      f" ({sum(state) / 1e9:.2g} GB)")
 
     def _last_metrics(self):
         """The last step's numbers, and a warning if its margins show that the model hardly moved.
@@ -225,6 +229,8 @@ class Run:
         for name, value in lines[-1].items():
             if name.startswith(("train/", "holdout/")):
                 words += f"; {name} {value:.3g}"
+        if len(lines) == 1:
+            words += " (the train/ numbers are from before this step)"
         margins = [line["train/margin"] for line in lines[-20:] if "train/margin" in line]
         # a margin is that before its step, so the first ones are near 0 in any run
         if len(margins) == 20 and abs(sum(margins) / 20) < HARDLY_MOVED:

@@ -135,4 +135,5 @@ def hints(episodes):
     differ = any(len({episode["reward"] for episode in group}) > 1 for group in by_task.values())
     if len(played) > len(by_task) and not differ:
         yield ("No task has two episodes of different reward, so a critic cannot learn from this"
-               " file.")
+               " file: play more samples, or easier tasks, or start from a model that succeeds now"
+               " and then.")

@@ -298,6 +298,7 @@ def test_training_reports_its_pairs_and_how_it_does_on_held_out_tasks(trained):
     assert ["holdout/loss" in line for line in lines] == [False, True, False, True]
     for name in ("loss", "accuracy"):
         assert math.isfinite(lines[-1][f"holdout/{name}"]) and f"holdout/{name}" in printed
+    assert f"and {lines[-1]['holdout/pairs']:.0f} pairs of 2 tasks held out" in printed
 
 
 def test_the_first_step_starts_from_the_reference(trained):
@@ -363,6 +364,9 @@ def test_dialogues_that_lose_turns_and_those_that_are_omitted_are_counted(tiny, 
                       "--max_length", 200, "--pairs", "all", "--max_steps", 1)
     assert "with --max_length 200, 1 " in done.stdout
     assert "lose their oldest turns, and 1 are omitted" in done.stdout
+    assert "(the train/ numbers are from before this step)" in done.stdout
+    is_cut = script == "train_critic.py"  # four epochs; the policy has one
+    assert ("the state from which a larger --max_steps goes on" in done.stdout) == is_cut
 
 
 def test_a_log_without_ground_truth_is_refused_by_a_critic_that_would_show_it(tiny, tmp_path):

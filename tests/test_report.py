@@ -152,7 +152,7 @@ def write_sweet(folder):
 
 def write_critic(folder):
     steps = [{"step": i, "train/loss": 1 / (i + 1), "time/step": 1} for i in range(9)]
-    steps.append({"step": 9, "holdout/accuracy": 0.9})
+    steps.append({"step": 9, "holdout/accuracy": 0.9, "holdout/pairs": 20.0})
     steps.append({"step": 10, "credit_auc/all": 0.95, "credit_auc/question_question": 0.75})
     return write_run(folder, steps, "train_critic.py", privileged="ground_truth", model="toy/base")
 
@@ -296,7 +296,7 @@ def test_critic_is_measured_on_held_out_pairs_and_by_kind(browser, tmp_path):
     assert titles == ["critic: the better one ranked higher, %"]
     values = browser.each("#critic figure:first-of-type tbody tr",
                           "[...e.cells].map(cell => cell.textContent.trim())")
-    assert values == [["held-out pairs of dialogues", "90.0"],
+    assert values == [["20 held-out pairs of dialogues", "90.0"],
                       ["AUC, any two candidates", "95.0"], ["AUC, two questions", "75.0"]]
 
 
@@ -744,6 +744,11 @@ def test_pairs_are_those_that_the_trainer_draws_in_the_form_of_trl(tmp_path, cap
     assert capsys.readouterr().out.startswith(
         f"{output}: 12 pairs of 4 states (2 more have no advantages); {count} with a candidate that"
         " was cut at the token limit")
+    make_report("pairs", path, "--output", output, "--pairs_per_state", 3, "--seed", 7)  # the same
+    for existing in (path, output):  # the input; what other flags have written
+        with pytest.raises(SystemExit, match=f"{existing}: found something else than what this"):
+            make_report("pairs", path, "--output", existing)
+    assert read_rows(output) == rows and len(read_rows(path)) == len(states)
 
 
 def test_candidates_that_give_no_pair_leave_no_file(tmp_path):

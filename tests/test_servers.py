@@ -466,6 +466,19 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(im
     assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
+def test_a_server_may_move_if_its_model_is_named_and_else_the_refusal_says_so(impatient, tmp_path):
+    hint = "the address of a server may change if --agent_model or --human_model names its model"
+    with running(small_talk) as first, running(small_talk) as second:
+        for more in (("--agent_model", "agent"), ()):
+            folder = tmp_path / str(len(more))
+            rows = collected(folder, first.url, "scripted", 2, more)
+            if more:
+                assert collected(folder, second.url, "scripted", 3, more)[:2] == rows
+            else:
+                with pytest.raises(SystemExit, match=hint):
+                    collected(folder, second.url, "scripted", 3, more)
+
+
 def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(impatient, tmp_path):
     def run(agent, human):
         return collected(tmp_path, agent.url, human, more=("--samples_per_task", 3))

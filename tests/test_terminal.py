@@ -165,9 +165,15 @@ def test_check_ends_well_if_all_can_be_solved_and_refuses_where_none_can(tmp_pat
     colbench.main(["check", str(write(tmp_path / "good.jsonl", TASKS[:1])), *flags])
     printed = capsys.readouterr().out
     assert f"1 of 1 tasks can be solved in full (judge {profile})" in printed
+    assert "Keys that no stage reads" not in printed
     assert "protection limits         active" in printed
     with pytest.raises(SystemExit, match="found no test that can be passed"):
         colbench.main(["check", str(write(tmp_path / "bad.jsonl", TASKS[3:])), *flags])
+
+
+def test_check_names_keys_that_no_stage_reads(tmp_path, capsys):
+    colbench.main(["check", str(write(tmp_path / "t.jsonl", [TASKS[0] | {"hidden_info": "x"}]))])
+    assert "a --human_prompt may name them: hidden_info" in capsys.readouterr().out
 
 
 def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
