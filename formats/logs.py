@@ -53,10 +53,11 @@ def import_command(args):
                for group in by_task.values()]  # of each task
     unequal = sum(len(of_task) > 1 for of_task in rewards)
     found = set().union(*rewards)
-    print(f"{output}: {counted(len(episodes), 'episode')} of {counted(len(by_task), 'task')},"
-          f" {unequal} of them with different rewards")
+    said = (f"{output}: {counted(len(episodes), 'episode')} of {counted(len(by_task), 'task')},"
+            f" {unequal} of them with different rewards")
     if found:
-        print(f"Rewards from {min(found):g} to {max(found):g}, taken as they are")
+        said += f"; rewards from {min(found):g} to {max(found):g}, taken as they are"
+    print(said)
     if failed:
         print(f"Episodes that an error has stopped, which no stage uses: {failed}")
     distinct = {(episode["task"]["task_id"], episode["reward"],

@@ -96,4 +96,4 @@ def parse_pairs(argv):
 
 
 if __name__ == "__main__":
-    launch(main, parse_args())
+    launch(main, parse_args(), advice="Nothing was written; rerun the same command.")

@@ -89,15 +89,17 @@ def end_with_parent(number):
             raise SystemExit("torchrun has ended")
 
 
-def launch(main, args):
-    """Run a script's `main`; what stops it from outside becomes a sentence on how to resume."""
+RESUMES = "What was finished is on disk; rerun the same command to resume."
+
+
+def launch(main, args, advice=RESUMES):
+    """Run a script's `main`; what stops it from outside becomes a sentence with this advice."""
 
     def stop(signal_number, frame):
         raise KeyboardInterrupt
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
         signal.signal(signal_number, stop)
-    advice = "Rerun the same command: it goes on from what is on disk."
     try:
         main(args)
         leave_processes()

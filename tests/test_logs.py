@@ -181,10 +181,10 @@ def test_import_replaces_nothing_but_what_it_writes_itself(tmp_path, kind):
 def test_import_counts_the_episodes_that_an_error_has_stopped(tmp_path):
     failed = episode("t", 1.0, 1) | {"error": "human: gone", "reward": None, "success": None}
     _, said = imported(tmp_path, episode("t", 0.5), failed)
-    assert "Rewards from 0.5 to 0.5" in said
+    assert "; rewards from 0.5 to 0.5" in said
     assert "an error has stopped, which no stage uses: 1" in said
     _, said = imported(tmp_path / "failed", failed)
-    assert "Rewards" not in said
+    assert "rewards from" not in said
 
 
 def test_what_import_does_not_use_is_told(tmp_path):
