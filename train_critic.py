@@ -425,8 +425,9 @@ class Critic:
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        rows = self.candidates(task, messages, texts, finished, self.privileged)
-        seen = self.candidates(task, messages, texts, finished, self.seen_by_reference)
+        rows = seen = self.candidates(task, messages, texts, finished, self.privileged)
+        if self.seen_by_reference != self.privileged:
+            seen = self.candidates(task, messages, texts, finished, self.seen_by_reference)
         if rows is None or seen is None:
             return None
         advantages = self.turn_advantages(rows, seen)  # (R, S)

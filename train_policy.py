@@ -57,8 +57,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, succeeded
-from formats.read import (
-    custom_prompt, group_by_task, load_episodes, read_candidates, state_key)
+from formats.read import custom_prompt, group_by_task, load_episodes, read_candidates, state_key
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from colbench import agent_prompt_of
 from formats.read import complete_episode, complete_task, group_by_task, is_finite, read_episodes
 from judge.sandbox import grade_all
-from runtime.files import as_jsonl, expect, read_jsonl, read_prompt, write_atomically
+from runtime.files import as_jsonl, expect, read_jsonl, read_prompt, write_new
 from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
@@ -42,11 +42,8 @@ def import_command(args):
                          f" {SMALLEST}")
     is_log = "messages" in first or "dialogue_history" not in first
     episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
-    output, text = Path(args.output), as_jsonl(episodes)
-    if output.exists() and (output.is_dir() or output.read_bytes() != text.encode()):
-        raise SystemExit(f"{output}: found something else than what this command writes, expected"
-                         " a new name; choose another --output, or remove what is there")
-    write_atomically(output, text)
+    output = Path(args.output)
+    write_new(output, as_jsonl(episodes))
     by_task = group_by_task(episodes)
     failed = sum(bool(episode["error"]) for episode in episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}

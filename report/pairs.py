@@ -1,9 +1,7 @@
 """The pairs of candidates that train_policy.py learns from, as a file."""
 
-from pathlib import Path
-
 from formats.read import read_candidates
-from runtime.files import as_jsonl, write_atomically
+from runtime.files import as_jsonl, write_new
 from runtime.text import counted
 from train_policy import state_pairs
 
@@ -25,11 +23,7 @@ def write_pairs(args):
     if not rows:
         raise SystemExit(f"{args.candidates}: found no pair with --pairing {args.pairing}, expected"
                          " candidates of different advantage; try the other --pairing")
-    output, text = Path(args.output), as_jsonl(rows)
-    if output.exists() and (output.is_dir() or output.read_bytes() != text.encode()):
-        raise SystemExit(f"{output}: found something else than what this command writes, expected"
-                         " a new name; choose another --output, or remove what is there")
-    write_atomically(output, text)
+    write_new(args.output, as_jsonl(rows))
     said = f"{args.output}: {counted(len(rows), 'pair')} of {counted(len(states), 'state')}"
     if omitted:
         said += f" ({omitted} more have no advantages)"

@@ -86,6 +86,15 @@ def as_jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+def write_new(path, text):
+    """`write_atomically`, but whatever else stands there is refused and stays."""
+    path = Path(path)
+    if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
+        raise SystemExit(f"{path}: found something else than what this command writes, expected"
+                         " a new name; choose another --output, or remove what is there")
+    write_atomically(path, text)
+
+
 def write_jsonl(path, rows):
     write_atomically(path, as_jsonl(rows))
 

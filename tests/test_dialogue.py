@@ -11,8 +11,7 @@ from colbench import (
     DOMAINS, agent_messages, agent_prompt_of, encode_candidates, encode_dialogue,
     end_of_turn, human_messages, split_message)
 from formats.outcome import leak_share, reasons_of
-from formats.read import (
-    complete_task, custom_prompt, load_episodes, read_episodes, read_tasks)
+from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from collect import Rules, play
 from judge.sandbox import Grade, grade
 from runtime.templates import prompt_ids, render, turn_ids
