@@ -358,8 +358,7 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     """
     head = first_request(messages) + 1
     roles = [message["role"] for message in messages]
-    # Keep messages[:head] and messages[start:], with the first `start` that fits: all messages,
-    # those from a later agent turn on, or, of a prompt, none but the head
+    # Drop none, one, two ... of the oldest turns until the rest fits; a prompt may lose all of them
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
     if prompt or roles[-1] != "assistant":

@@ -76,7 +76,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     turns, answer, grade, error = 0, None, None, None
 
     def ask(speaker, messages):
-        key = (task["task_id"], sample)  # of the dialogue, which a local model keeps in its cache
+        key = (task["task_id"], sample)  # of the dialogue, whose KV cache a local model reuses
         seed = derive_seed(rules.seed, *key, len(history))
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
@@ -90,7 +90,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                             "finished": said.finished})
             on_turn()
             if answer is None:
-                view = history  # of a scripted human, which has no prompt
+                view = history  # what a scripted human reads
                 if not human.reads_history:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
                 reply = spoken(ask(human, view).text,

@@ -118,10 +118,10 @@ def interval(values, seed_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all outcomes are equal, a bootstrap has no width; one task does not tell how others differ.
-    Wilson's interval of n successes in n tasks is [1 - u, 1] with u = z² / (n + z²), as if a share
-    u of the tasks were unseen. For the low end they have the least possible value, for the high
-    end the greatest (`limits`). Without limits, one task has no interval.
+    If all outcomes are equal, or there is one task, a bootstrap has no width, and Wilson's interval
+    takes its place. Of n successes in n tasks it is [1 - u, 1] with u = z² / (n + z²): a share u
+    counts as unseen. Unseen tasks have the least possible value at the low end, the greatest at the
+    high end (`limits`). Without limits, one task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
@@ -168,7 +168,7 @@ def win_points(gaps):
 
 
 def sign_test(wins, losses):
-    """Two-sided exact p-value of a split this uneven if both sides were equally likely."""
+    """The exact two-sided p-value of this split if wins and losses were equally likely."""
     total = wins + losses
     tail = sum(math.comb(total, smaller) for smaller in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**total)

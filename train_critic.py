@@ -30,11 +30,10 @@ To change                  edit
     the advantage          advantage, NORMALISERS; a new parameter of it must also be passed by
                            critic_objective, read by read_critic_flags and kept by Critic
     the pairs              pair_episodes
-    what the critic reads  critic_messages, PRIVILEGED: every field of `task` is available. What
-                           only the episode has, such as its reasons, goes into the task first:
-                           episode["task"] | {...} in dialogue_row, and in states_of of collect.py,
-                           which the ranking reads. It must not tell the dialogues of a pair
-                           apart: the critic would learn that, and nothing of the turns
+    what the critic reads  PRIVILEGED, critic_messages: any field of the task. To show something
+                           of the episode, add it to the task in dialogue_row and in states_of of
+                           collect.py. It must be equal in both dialogues of a pair; otherwise the
+                           critic learns it in place of the turns
     the ranking            rank; a flag of it also goes into RANKING and into `flags` there
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
@@ -47,11 +46,11 @@ Code that both trainers share is duplicated, so that each can be read alone; tes
 keeps the copies equal (a fork that changes one adds its name to OWN there).
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
-Differences from the paper: none in the equations. From the official code, with the flag that
-restores its behaviour where there is one: the mean is per turn, not over the trajectory
-(`--normalise trajectory`); the NLL term of the paper's Table 5 is on (`--nll 0`); the end-of-turn
-token is scored; long dialogues lose their oldest turns, not their answer; the ranking's reference
-also sees the solution (`--reference plain`).
+Differences from the paper: none in the equations. From the official code (in brackets: the flag
+that restores it): the mean is per turn, not over the trajectory (`--normalise trajectory`); the NLL
+term of the paper's Table 5 is on (`--nll 0`); the end-of-turn token is scored; long dialogues lose
+their oldest turns, not their answer; the ranking's reference also sees the solution (`--reference
+plain`).
 """
 
 import dataclasses
@@ -112,7 +111,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
-    where tests decide, a task without a success gives no pair. success_vs_failure pairs every
+    with tests, a task without a success gives no pair. success_vs_failure pairs every
     success with every failure; `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
@@ -136,26 +135,21 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-PRIVILEGED = ("ground_truth", "none")
-# toy/base has learnt these words; with others, its critic starts from noise
+# toy/base was trained on these words: with others, its critic starts from noise
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
+PRIVILEGED = {  # name -> what stands in front of the request, from the task
+    "ground_truth": lambda task: SOLUTION_NOTE.format(solution=task["ground_truth"]),
+    "none": lambda task: "",
+}
 
 
 def critic_messages(task, messages, privileged="ground_truth"):
     """What critic and reference see: the agent's messages, with the solution c in front."""
-    if privileged == "none":
-        return messages
-    if privileged == "ground_truth":
-        if not task["ground_truth"].strip():  # only logs may lack it
-            raise SystemExit(f"task {task['task_id']}: found no ground_truth, expected what was"
-                             " known only afterwards; add it to the logs, or train with"
-                             " --privileged none")
-        note = SOLUTION_NOTE.format(solution=task["ground_truth"])
-    else:
-        raise ValueError(f"found privileged {privileged!r}, expected one of"
-                         f" {', '.join(PRIVILEGED)}")
+    if privileged == "ground_truth" and not task["ground_truth"].strip():  # only logs may lack it
+        raise SystemExit(f"task {task['task_id']}: found no ground_truth, expected what was known"
+                         " only afterwards; add it to the logs, or train with --privileged none")
     first = first_request(messages)
-    content = note + messages[first]["content"]
+    content = PRIVILEGED[privileged](task) + messages[first]["content"]
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
@@ -178,8 +172,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Batches are sorted by it: it is close to a row's length, so
-        little is padded, and the candidates of a state, which have the same, stay together."""
+        """Tokens before the last turn. Batches are sorted by it: rows of similar length need little
+        padding, and the candidates of a state, for which it is the same, stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -271,7 +265,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     """The pairs of each step. Every epoch takes all pairs, in a new seeded order.
 
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
-    group stay together; with --packed, what those of a micro-batch share is computed once.
+    group stay together, so that --packed computes what they share once per micro-batch.
     """
     if shuffle not in ("pairs", "groups"):
         raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
@@ -291,7 +285,7 @@ def split_tasks(task_ids, holdout, seed):
     """(task ids to train on, held out): whole tasks, after a seeded shuffle."""
     task_ids = sorted(task_ids)
     random.Random(derive_seed(seed, "holdout")).shuffle(task_ids)
-    # 1e-9: as floats, 0.07 * 100 is more than 7. One task is left to train on
+    # 1e-9: as floats, 0.07 * 100 is more than 7. At least one task stays for training
     count = min(math.ceil(holdout * len(task_ids) - 1e-9), len(task_ids) - 1)
     return task_ids[count:], task_ids[:count]
 
@@ -316,17 +310,6 @@ def split_pairs(episodes, args, run):
     return groups, held_out
 
 
-def read_pairs(tokenizer, args, run):
-    """Read the episodes, encode each as a row, and pair the rows as `split_pairs` does."""
-    episodes, failed = load_episodes(args.episodes)
-    for episode in episodes:
-        episode["row"] = dialogue_row(tokenizer, episode, args.max_length, args.privileged)
-    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
-    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
-            f" ones omitted); {fits}")
-    return split_pairs(episodes, args, run)
-
-
 RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
 
 
@@ -346,19 +329,25 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # ranks of a shorter training of this critic are outdated; so are their .rank* and .run.json
+    # what this critic ranked after fewer steps is outdated
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
-    groups, held_out = read_pairs(tokenizer, args, run)
+    episodes, failed = load_episodes(args.episodes)
+    for episode in episodes:
+        episode["row"] = dialogue_row(tokenizer, episode, args.max_length, args.privileged)
+    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
+    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
+            f" ones omitted); {fits}")
+    groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the critic, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
-    # bf16. It starts as pi_ref, so its log-probs here are the reference's. This holds in a resumed
-    # run, too: run.resume loads the trained weights later
+    # bf16. Before the first step it equals pi_ref, so no second model is needed; a resumed run
+    # loads its trained weights only in run.resume
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -374,7 +363,7 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over ranks; with `weight`, the number of ranks, they are a sum
+        # FSDP averages gradients over the ranks; `weight`, their number, makes it a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -501,7 +490,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
-    parser.add_argument("--privileged", choices=PRIVILEGED, default="ground_truth",
+    parser.add_argument("--privileged", choices=tuple(PRIVILEGED), default="ground_truth",
                         help="what the critic sees besides the dialogue")
     parser.add_argument("--normalise", choices=tuple(NORMALISERS), default="turn",
                         help="what divides a turn's log-ratio: its tokens (paper), those of the"

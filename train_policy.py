@@ -23,15 +23,14 @@ Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
     the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
-                              for a loss without pi_ref (then omit set_reference). Both also
-                              serve --episodes
+                              for a loss without pi_ref (then omit set_reference). --episodes
+                              uses both
     what the loss knows       Row: a field for it (the advantage, for example), which
                               candidate_pairs fills in. For a loss per token, let turn_index
                               number the agent's tokens in place of its turns
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
-    one row, or many          candidate_pairs: the loop takes tuples of any number of rows in place
-                              of pairs
+    rows per example          candidate_pairs: the loop takes tuples of any number of rows
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
                               `PACKED= make toy`)
@@ -117,7 +116,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
-    where tests decide, a task without a success gives no pair. success_vs_failure pairs every
+    with tests, a task without a success gives no pair. success_vs_failure pairs every
     success with every failure; `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
@@ -161,8 +160,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Batches are sorted by it: it is close to a row's length, so
-        little is padded, and the candidates of a state, which have the same, stay together."""
+        """Tokens before the last turn. Batches are sorted by it: rows of similar length need little
+        padding, and the candidates of a state, for which it is the same, stay together."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -273,7 +272,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
     """The pairs of each step. Every epoch takes all pairs, in a new seeded order.
 
     `groups` are lists of pairs, one per task (or state). With shuffle "groups", the pairs of one
-    group stay together; with --packed, what those of a micro-batch share is computed once.
+    group stay together, so that --packed computes what they share once per micro-batch.
     """
     if shuffle not in ("pairs", "groups"):
         raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
@@ -290,7 +289,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's instructions, to be saved or None)."""
+    """(pairs of rows, one list per state; the agent's own instructions, or None)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
@@ -309,7 +308,7 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's instructions, to be saved or None)."""
+    """(pairs of rows, one list per task; the agent's own instructions, or None)."""
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
@@ -344,8 +343,8 @@ def main(args):
     run.refuse_other_data([row.ids for row in rows])
 
     # 2. the policy, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
-    # bf16. It starts as pi_ref, so its log-probs here are the reference's. This holds in a resumed
-    # run, too: run.resume loads the trained weights later
+    # bf16. Before the first step it equals pi_ref, so no second model is needed; a resumed run
+    # loads its trained weights only in run.resume
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -360,7 +359,7 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over ranks; with `weight`, the number of ranks, they are a sum
+        # FSDP averages gradients over the ranks; `weight`, their number, makes it a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

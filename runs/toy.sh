@@ -21,11 +21,13 @@ step "1. Episodes: $BASE plays $TASKS training tasks $SAMPLES times each with th
 collect "$BASE" "$SEED" "$OUT/episodes.jsonl"
 export COLBENCH_PROTECTIONS_TOLD=1 # missing protections are printed once
 
-step "2. Critic. On the other core: candidates for it to rank, then multi-turn DPO ($OUT/other.log)"
+step "2. Critic. On the other core ($OUT/other.log): candidates for it to rank, then multi-turn DPO"
 {
   candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl"
   mtdpo "$OUT/episodes.jsonl" "$OUT/mtdpo"
   play mtdpo "$OUT/mtdpo"
+  play base "$BASE"
+  play single_turn "$BASE" --max_turns 1
 } >"$OUT/other.log" 2>&1 &
 OTHER=$!
 critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
@@ -43,9 +45,7 @@ running || finished
 step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
 play rft "$OUT/rft"
-play base "$BASE"
-play single_turn "$BASE" --max_turns 1
-echo "Multi-turn DPO on the other core:"
+echo "Multi-turn DPO and the base on the other core:"
 tail -n 1 -f --pid="$OTHER" "$OUT/other.log" # until it has ended
 finished
 

@@ -140,7 +140,7 @@ def test_an_unknown_mode_is_an_error_and_never_silently_another_mode(tmp_path):
         advantage(table, table, table, "turns")
     with pytest.raises(ValueError, match="rule 'best'.*expected"):
         pair_episodes(group, "best")
-    with pytest.raises(ValueError, match="privileged 'solution', expected"):
+    with pytest.raises(KeyError, match="solution"):
         critic_messages(group[0]["task"], dialogue("t"), "solution")
     with pytest.raises(ValueError, match="shuffle 'tasks', expected"):
         plan_batches([[1]], 1, 1, "tasks", 0)

@@ -320,7 +320,7 @@ def parse_args(argv=None):
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="tokens of a dialogue, pictures included; a longer one loses its"
                         " oldest turns, and is omitted if the last does not fit")
-    parser.add_argument("--privileged", choices=PRIVILEGED, default="ground_truth",
+    parser.add_argument("--privileged", choices=tuple(PRIVILEGED), default="ground_truth",
                         help="what the critic sees besides the dialogue")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired, as in train_critic.py")
