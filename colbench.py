@@ -288,7 +288,7 @@ DOMAINS = {
         success_reward=0.9,  # the paper names no number
         reward_heading="Similarity × 100",
         pages=True,
-        flags={"clip": None, "clip_crop": "center"},
+        flags={"clip": None},
     ),
     "logged": Domain(  # dialogues of your own, with the reward that your log gives them
         agent_prompt="",

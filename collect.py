@@ -292,9 +292,6 @@ def collect_parser(description):
     parser.add_argument("--clip", needs="tasks",
                         help="reward of pages: CLIP model, or none (default: clip-vit-base-patch32;"
                         " in a toy world: none)")
-    parser.add_argument("--clip_crop", needs="tasks", choices=("center", "pad"), default="center",
-                        help="what CLIP sees of tall pages: the middle square (official code), or"
-                        " all of it")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
                         help="dialogues at a time in each process (with --states: candidates)")
     parser.add_dtype_flag()

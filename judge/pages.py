@@ -103,15 +103,12 @@ def grade_page(task, answer, draw, clip=None):
 class PageJudge:
     """Draws pages in one browser, a page at a time, and grades answers; threads may share it."""
 
-    def __init__(self, clip=None, clip_crop="center"):
+    def __init__(self, clip=None):
         """`clip`: a CLIP model; None: the paper's; "none": the embedded similarity instead."""
-        if clip == "none" and clip_crop != "center":
-            raise SystemExit(f"found --clip_crop {clip_crop} without CLIP, which is what crops;"
-                             " expected it to be omitted, or --clip with a model")
         self.browser = Browser()
         self.clip = None
         if clip != "none":
-            self.clip = ClipReward(clip or PAPERS_CLIP, clip_crop)
+            self.clip = ClipReward(clip or PAPERS_CLIP)
         self.lock = threading.Lock()
         # every turn of a dialogue shows the human the same solution page
         self.draw = functools.lru_cache(256)(self.browser.render)
@@ -146,18 +143,15 @@ def open_picture(png):
 class ClipReward:
     """Cosine of CLIP image embeddings: the paper's frontend reward.
 
-    crop="center" is what CLIP's processor does and what the official numbers are made with: of a
-    tall page only the middle square is compared. crop="pad" first pads a page with white to a
-    square, so that all of it counts.
+    Of a tall page, only the middle square is compared: CLIP's processor crops so, also in the
+    official code.
     """
 
-    def __init__(self, name, crop="center"):
+    def __init__(self, name):
         # The other processor needs torchvision and scales pictures a little differently.
         import torch
         from transformers import CLIPImageProcessorPil, CLIPModel
 
-        if crop not in ("center", "pad"):
-            raise ValueError(f"found crop={crop!r}, expected 'center' or 'pad'")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             model, report = CLIPModel.from_pretrained(name, output_loading_info=True)
@@ -172,7 +166,6 @@ class ClipReward:
             raise SystemExit(f"{name}: found no weights {first}, expected all of a CLIP model;"
                              " choose another --clip")
         self.model = model.to(device).eval()
-        self.crop = crop
         self.device = device
         # all answers to a task are compared with the same solution
         self.embed_solution = functools.lru_cache(256)(self._embed)
@@ -185,20 +178,11 @@ class ClipReward:
         """The embedding of a screenshot, of length 1."""
         import torch
 
-        image = self._cropped(open_picture(png))
-        pixels = self.processor(images=[image], return_tensors="pt")["pixel_values"]
+        pixels = self.processor(images=[open_picture(png)], return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
             outputs = self.model.vision_model(pixel_values=pixels.to(self.device))
             projected = self.model.visual_projection(outputs.pooler_output)[0]  # (dimension,)
             return torch.nn.functional.normalize(projected.float(), dim=0)
-
-    def _cropped(self, image):
-        from PIL import ImageOps
-
-        if self.crop == "center":
-            return image  # the processor does it
-        side = max(image.size)
-        return ImageOps.pad(image, (side, side), color="white")
 
 
 def embedded_similarity(png_a, png_b):

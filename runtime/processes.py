@@ -94,12 +94,8 @@ RESUMES = "What was finished is on disk; rerun the same command to resume."
 
 def launch(main, args, advice=RESUMES):
     """Run a script's `main`; what stops it from outside becomes a sentence with this advice."""
-
-    def stop(signal_number, frame):
-        raise KeyboardInterrupt
-
     for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
-        signal.signal(signal_number, stop)
+        signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         main(args)
         leave_processes()

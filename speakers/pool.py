@@ -27,19 +27,11 @@ import itertools
 import threading
 from concurrent.futures import Future
 
-CURRENT = threading.local()  # .job: the Job that this thread carries out, if it does
-
-
-class Job:
-    """One call that `run` makes. Its Future holds what comes out."""
-
-    def __init__(self, pool):
-        self.pool = pool
-        self.outcome = Future()
+CURRENT = threading.local()  # .job: (its Pool, the Future of its outcome), if the thread has one
 
 
 class Pool:
-    """What the threads of one `run` share."""
+    """What the threads of one `run` share. A job is the Future of its outcome."""
 
     def __init__(self):
         self.changed = threading.Condition()  # guards all of these
@@ -48,83 +40,40 @@ class Pool:
         self.ended = []  # jobs whose outcome was not read yet
         self.over = False  # nobody reads, and nobody computes any more
 
-    # In the threads of the jobs
-
     def carry_out(self, job, function, argument):
-        CURRENT.job = job
+        CURRENT.job = self, job
         try:
-            job.outcome.set_result(function(argument))
+            job.set_result(function(argument))
         except BaseException as error:  # it is raised where the outcome is read
-            job.outcome.set_exception(error)
+            job.set_exception(error)
         with self.changed:
-            self.awake.discard(job)
             self.ended.append(job)
+            self.awake.discard(job)
             self.changed.notify()
-
-    def ask(self, job, compute, request):
-        answer = Future()
-        with self.changed:
-            self.refuse_if_over()
-            self.asking[job] = compute, request, answer
-            self.sleep(job)
-        return answer.result()
 
     def sleep(self, job):
-        """Called with the lock."""
-        self.awake.discard(job)
-        if not self.awake:
-            self.changed.notify()
-
-    def leave(self, job):
         with self.changed:
-            self.sleep(job)
-
-    def come_back(self, job):
-        with self.changed:
-            self.refuse_if_over()
-            self.awake.add(job)
+            self.awake.discard(job)
+            if not self.awake:
+                self.changed.notify()
 
     def refuse_if_over(self):
         if self.over:
             raise SystemExit("the run has ended")  # ends the thread, silently
 
-    # In the thread that iterates
-
-    def start(self, function, argument):
-        job = Job(self)
-        with self.changed:
-            self.awake.add(job)
-        threading.Thread(
-            target=self.carry_out, args=(job, function, argument), daemon=True).start()
-
-    def compute_until_jobs_end(self):
-        """The jobs that have ended; batches are computed until there is one."""
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.ended or (self.asking and not self.awake))
-                if self.ended:
-                    ended, self.ended = self.ended, []
-                    return ended
-                compute, batch = self.largest_batch()
-            answers = compute([self.asking[job][1] for job in batch])
-            with self.changed:
-                self.awake.update(batch)
-                for job, value in zip(batch, answers, strict=True):
-                    _, _, answer = self.asking.pop(job)
-                    answer.set_result(value)
-
-    def largest_batch(self):
-        """(function, jobs): the model that most jobs ask, and these jobs."""
+    def compute_batch(self):
+        """Compute what is asked of the model that most jobs ask; all of them sleep."""
         groups = {}
-        for job, (compute, _, _) in self.asking.items():
-            groups.setdefault(compute, []).append(job)
-        return max(groups.items(), key=lambda group: len(group[1]))
-
-    def close(self):
         with self.changed:
-            self.over = True
-            for _, _, answer in self.asking.values():
-                answer.set_exception(SystemExit("the run has ended"))
+            for job, (compute, request, answer) in self.asking.items():
+                groups.setdefault(compute, []).append((job, request, answer))
+        compute, batch = max(groups.items(), key=lambda group: len(group[1]))
+        values = compute([request for _, request, _ in batch])
+        with self.changed:
+            for (job, _, answer), value in zip(batch, values, strict=True):
+                del self.asking[job]
+                self.awake.add(job)
+                answer.set_result(value)
 
 
 def run(function, jobs, size):
@@ -135,30 +84,44 @@ def run(function, jobs, size):
     pool, jobs, live = Pool(), iter(jobs), 0
     try:
         while True:
-            for job in itertools.islice(jobs, size - live):
-                pool.start(function, job)
+            for argument in itertools.islice(jobs, size - live):
+                job = Future()
+                with pool.changed:
+                    pool.awake.add(job)
+                threading.Thread(
+                    target=pool.carry_out, args=(job, function, argument), daemon=True).start()
                 live += 1
             if not live:
                 return
-            for ended in pool.compute_until_jobs_end():
+            with pool.changed:
+                pool.changed.wait_for(lambda: pool.ended or (pool.asking and not pool.awake))
+                ended, pool.ended = pool.ended, []
+            if not ended:
+                pool.compute_batch()
+            for job in ended:
                 live -= 1
-                yield ended.outcome.result()
+                yield job.result()
     finally:
-        pool.close()
+        with pool.changed:
+            pool.over = True
+            for _, _, answer in pool.asking.values():
+                answer.set_exception(SystemExit("the run has ended"))
 
 
 @contextlib.contextmanager
 def elsewhere():
     """Wait inside of this for anything but a model in this process; batches do not wait for you."""
-    job = getattr(CURRENT, "job", None)
-    if job is None:
+    pool, job = getattr(CURRENT, "job", (None, None))
+    if pool is None:
         yield
         return
-    job.pool.leave(job)
+    pool.sleep(job)
     try:
         yield
     finally:
-        job.pool.come_back(job)
+        with pool.changed:
+            pool.refuse_if_over()
+            pool.awake.add(job)
 
 
 class JudgeElsewhere:
@@ -185,7 +148,12 @@ class JudgeElsewhere:
 
 def gather(compute, request):
     """compute([request, ...])[i], in one batch with what other jobs ask of the same function."""
-    job = getattr(CURRENT, "job", None)
-    if job is None:
+    pool, job = getattr(CURRENT, "job", (None, None))
+    if pool is None:
         return compute([request])[0]
-    return job.pool.ask(job, compute, request)
+    answer = Future()
+    with pool.changed:
+        pool.refuse_if_over()
+        pool.asking[job] = compute, request, answer
+        pool.sleep(job)
+    return answer.result()

@@ -232,12 +232,11 @@ PAGE = f'<html>{LINK}<body class="bg-red-500"><h1 class="text-6xl p-8">A page</h
 needs_chromium = pytest.mark.usefixtures("chromium")
 
 
-def png(colour, width=100, height=60, end=None):
-    """A picture of one colour, or with 60 rows of another one at its `end`."""
+def png(colour, width=100, height=60):
+    """A picture of one colour."""
     from PIL import Image
 
     picture, stored = Image.new("RGB", (width, height), colour), io.BytesIO()
-    picture.paste(end or colour, (0, height - 60, width, height))
     picture.save(stored, "PNG")
     return stored.getvalue()
 

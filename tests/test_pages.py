@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from conftest import LINK, PAGE, dialogue, png, read_rows, write_rows
+from conftest import LINK, PAGE, dialogue, read_rows, write_rows
 from safetensors.torch import load_file, save_file
 
 from colbench import DOMAINS, human_page_view, main
@@ -170,17 +170,7 @@ def test_a_page_is_like_itself_and_its_solution_is_embedded_once(tiny_clip):
     assert clip.embed_solution.cache_info().misses == 1
 
 
-def test_only_padding_sees_the_end_of_a_tall_page(tiny_clip):
-    pages = [png("white", 100, 400, end=colour) for colour in ("red", "blue")]
-    centre = ClipReward(tiny_clip, crop="center").similarity(*pages)
-    padded = ClipReward(tiny_clip, crop="pad").similarity(*pages)
-    assert centre == pytest.approx(1.0, abs=1e-6)
-    assert padded < 0.9999
-
-
-def test_an_unknown_crop_and_a_missing_clip_are_refused(tiny_clip, tmp_path):
-    with pytest.raises(ValueError, match="'center' or 'pad'"):
-        ClipReward(tiny_clip, crop="centre")
+def test_a_missing_clip_is_refused(tiny_clip, tmp_path):
     with pytest.raises(SystemExit, match="--clip none"):
         ClipReward(tmp_path / "nothing")
     shutil.copytree(tiny_clip, tmp_path / "half")
@@ -189,8 +179,6 @@ def test_an_unknown_crop_and_a_missing_clip_are_refused(tiny_clip, tmp_path):
     save_file(weights, tmp_path / "half/model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match="found no weights visual_projection.weight, expected"):
         ClipReward(tmp_path / "half")
-    with pytest.raises(SystemExit, match="found --clip_crop pad without CLIP"):
-        PageJudge("none", "pad")
 
 
 # -----------------------------------------------------------------------------
