@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import math
-import multiprocessing
 import random
 import threading
 import time
@@ -181,25 +180,3 @@ def small_talk(body, seed):
 def talking(mean):
     """A running server of small talk whose latencies are drawn anew for each request."""
     return running(small_talk, mean=mean, models=["agent", "human"])
-
-
-def serve_small_talk(mean, connection):
-    with talking(mean) as server:
-        connection.send(server.url)
-        with contextlib.suppress(EOFError):  # the other end is closed
-            connection.recv()
-
-
-@contextlib.contextmanager
-def talking_apart(mean):
-    """The address of such a server in a process of its own, where it delays no client."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve_small_talk, args=(mean, there))
-    process.start()
-    there.close()
-    try:
-        yield here.recv()
-    finally:
-        here.close()
-        process.join()

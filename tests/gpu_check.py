@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import benchmark_models as parts
+import benchmark as parts
 import torch
 from conftest import metrics, run_script
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -111,21 +111,18 @@ class Served(Speaker):
         """Requests that are `held` wait for `open`; all others are answered at once."""
         self.line, self.held = line, held
         self.asked = []  # requests
-        self.waiting = []
         self.opened = threading.Event()
 
     def reply(self, request):
         self.asked.append(request)
         with elsewhere():
             if self.held(request):
-                self.waiting.append(request)
                 assert self.opened.wait(PATIENCE)
             return self.reply_to(request)
 
     def open(self):
         """Answer all requests, and hold none any more."""
         self.held = lambda request: False
-        self.waiting.clear()
         self.opened.set()
 
     def reply_to(self, request):
@@ -162,26 +159,11 @@ class Local(Speaker):
         return [utterances(self.line, request) for request in requests]
 
 
-class HeldJudge:
-    """Its grades and pictures wait where `held` says so; all others are there at once."""
-
-    def __init__(self, held=lambda what, task: False):
-        self.held, self.opened = held, threading.Event()
-
-    def wait(self, what, task):
-        if self.held(what, task):
-            assert self.opened.wait(PATIENCE)
+class LenientJudge:
+    """Every answer passes."""
 
     def grade(self, task, answer):
-        self.wait("grade", task)
         return Grade(1.0, True, {})
-
-    def picture(self, task):
-        self.wait("view", task)
-
-    def open(self):
-        """Answer all, and hold none any more."""
-        self.opened.set()
 
 
 def played(agent, human, judge, count, in_flight, last=lambda: None):

@@ -6,7 +6,7 @@ import threading
 import pytest
 from conftest import dialogue, read_rows, refusal, run_script
 from parties import (
-    RULES, TASKS, Failing, HeldJudge, Local, Served, asker, human_line, played, within)
+    RULES, TASKS, Failing, LenientJudge, Local, Served, asker, human_line, played, within)
 
 from collect import play
 from judge.sandbox import ANSWER_MARKER
@@ -50,7 +50,7 @@ def said(episode):
 def test_a_critic_chooses_every_message_and_sees_the_task_and_the_dialogue():
     critic, agent = Critic(), Served(asker(lambda key: 3))
     best = BestOfN(agent, CriticChoice(critic), 4)
-    episode = play(TASKS[0], 0, best, Served(human_line), HeldJudge(), RULES)
+    episode = play(TASKS[0], 0, best, Served(human_line), LenientJudge(), RULES)
     assert said(episode) == ["What about 0?++", "What about 1?++", f"{ANSWER_MARKER} x = 2++"]
     assert all(request.n == 4 for request in agent.asked)
     tasks, dialogues, finished = zip(*critic.asked, strict=True)
@@ -84,7 +84,7 @@ def test_a_critic_and_a_local_agent_compute_in_one_thread_in_batches():
 
     agent = Local(asker(lambda key: 2), note=lambda: threads.add(threading.current_thread()))
     best = BestOfN(agent, Noting(Critic()), 4)
-    order, episodes = played(best, Served(human_line), HeldJudge(), 8, 4)
+    order, episodes = played(best, Served(human_line), LenientJudge(), 8, 4)
     assert len(threads) == 1 and sum(sizes) == 16 and max(sizes) == 4
     assert all(said(episode)[0] == "What about 0?++" for episode in episodes)
 
@@ -98,7 +98,7 @@ def test_a_served_agent_and_grader_wait_for_no_other_dialogue():
     grader = Served(pick_plus_signs(2), held=lambda request: task_0 in str(request.messages))
     agent = Served(asker(lambda key: 3))
     best = BestOfN(agent, GraderChoice(grader), 4)
-    order, episodes = played(best, Served(human_line), HeldJudge(), 10, 3, last=grader.open)
+    order, episodes = played(best, Served(human_line), LenientJudge(), 10, 3, last=grader.open)
     assert order[-1] == 0 and sorted(order) == list(range(10))
     for episode in episodes:
         assert said(episode)[:2] == ["What about 0?++", "What about 1?++"]

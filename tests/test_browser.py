@@ -10,7 +10,6 @@ import shutil
 import socketserver
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,8 +19,7 @@ from conftest import LINK, PAGE, ROOT, needs_chromium
 from PIL import Image
 
 from judge.browser import (
-    CHROMIUM_FLAGS, MAX_HEIGHT, MAX_PAGE_CHARACTERS, Browser, DevTools, PageError, find_chromium,
-    placeholder_picture, settled_page)
+    CHROMIUM_FLAGS, MAX_HEIGHT, MAX_PAGE_CHARACTERS, Browser, placeholder_picture, settled_page)
 from judge.pages import open_picture
 
 RED_500 = (239, 68, 68)
@@ -96,27 +94,6 @@ def test_a_killed_browser_costs_no_page(browser):
     before = browser.render(PAGE)
     os.killpg(browser.devtools.process.pid, 9)
     assert browser.render(PAGE) == before
-
-
-@needs_chromium
-def test_devtools_says_what_is_refused_and_what_takes_too_long_and_tells_of_events():
-    events = []
-    devtools = DevTools(CHROMIUM_FLAGS, events.append)
-    try:
-        devtools.set_deadline(30)
-        devtools.open_page()
-        devtools.call("Runtime.enable")
-        devtools.call("Runtime.evaluate", expression="setTimeout(() => { throw Error('told') })")
-        while "Runtime.exceptionThrown" not in {event["method"] for event in events}:
-            devtools.wait()
-        with pytest.raises(PageError, match=r"refused No\.such"):
-            devtools.call("No.such")
-        devtools.set_deadline(0.2)
-        with pytest.raises(PageError, match=r"took more than 0\.2 seconds"):
-            devtools.call("Runtime.evaluate", expression="new Promise(() => 0)", awaitPromise=True)
-    finally:
-        devtools.close()
-    assert not os.path.exists(devtools.profile)
 
 
 # -----------------------------------------------------------------------------
@@ -423,29 +400,3 @@ def test_bombs_cost_their_own_limit_only(browser):
         browser.picture(bomb)
         assert time.monotonic() - start < browser.seconds_per_page + 4
         assert colour_at(browser.render(PAGE), 5, 5) == RED_500
-
-
-@pytest.mark.slow
-def test_one_browser_is_three_times_as_fast_as_a_process_per_page(browser, real_pages, tmp_path):
-    flags = [flag for flag in CHROMIUM_FLAGS if flag != "--remote-debugging-pipe"]
-    page, screenshot = tmp_path / "page.html", tmp_path / "page.png"
-
-    def draw_in_a_process(html):
-        page.write_text(html)
-        with tempfile.TemporaryDirectory(dir=tmp_path, ignore_cleanup_errors=True) as profile:
-            subprocess.run([find_chromium(), *flags, "--no-sandbox", f"--user-data-dir={profile}",
-                            "--window-size=1280,800", f"--screenshot={screenshot}",
-                            f"file://{page}"], capture_output=True, timeout=60, check=True)
-        screenshot.unlink()
-
-    def pages_a_second(draw):
-        start = time.monotonic()
-        for html in real_pages[:6]:
-            draw(html)
-        return 6 / (time.monotonic() - start)
-
-    browser.render(real_pages[0])
-    pooled, single = pages_a_second(browser.picture), pages_a_second(draw_in_a_process)
-    print(f"\npages a second: one browser {pooled:.1f}, a process each {single:.1f},"
-          f" x{pooled / single:.1f}")
-    assert pooled > 3 * single

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
-from parties import HeldJudge, Served
+from parties import LenientJudge, Served
 from tokenizers import models, pre_tokenizers
 
 from colbench import (
@@ -237,7 +237,7 @@ def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(reply_chars,
     wordy.reads_history = True
     task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
     rules = Rules("", "", max_turns=2, reply_chars=reply_chars, seed=0)
-    episode = play(task, 0, wordy, wordy, HeldJudge(), rules)
+    episode = play(task, 0, wordy, wordy, LenientJudge(), rules)
     assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
 
 

@@ -10,7 +10,6 @@ from conftest import (
     byte_tokenizer, dialogue, differing_weights, episode, metrics, run_script, tiny_model,
     training, weights, write_episodes)
 from safetensors.torch import load_file
-from torch import nn
 
 from formats.read import read_episodes
 from runtime import checkpoints
@@ -67,24 +66,6 @@ def test_merged_weights_give_the_matrices_logits_and_differ_in_their_layers_alon
     torch.testing.assert_close(plain(IDS).logits, learnt(IDS).logits, atol=1e-5, rtol=0)
 
 
-def test_matrices_of_full_rank_make_the_plain_gradient_step_of_the_whole_matrix():
-    """Exact where A is orthogonal; A as drawn gives it in the mean only, times rank / (3 in)."""
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 8), torch.randn(16, 6)
-    full = nn.Linear(8, 6, bias=False)
-    layer = LoraLinear(nn.Linear(8, 6, bias=False), rank=8, alpha=8)
-    layer.base.weight.data.copy_(full.weight)
-    layer.base.requires_grad_(False)
-    layer.down.data.copy_(nn.init.orthogonal_(torch.empty(8, 8)))
-    for module in (full, layer):
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        ((module(x) - y) ** 2).mean().backward()
-        optimizer.step()
-    # A's gradient is zero in the first step, since B is
-    torch.testing.assert_close(layer.base.weight + layer.up @ layer.down, full.weight)
-
-
 def test_a_model_without_these_layers_is_refused(monkeypatch):
     monkeypatch.setattr("runtime.lora.LINEAR_LAYERS", ("q_proj", "w_proj"))
     with pytest.raises(SystemExit, match="w_proj, expected.*down_proj.*q_proj"):
@@ -131,12 +112,6 @@ def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merge
         json.loads((trained / "critic/run.json").read_text())["flags"]["model"])
     assert one == pytest.approx(critic.advantages(*arguments), abs=1e-5)
     assert max(map(abs, one)) > 1e-3
-
-
-def test_the_matrices_alone_are_kept_beside_the_merged_weights(trained, tiny):
-    model = load_matrices(load_model(tiny()), trained / "critic")
-    merged = load_model(str(trained / "critic"))
-    torch.testing.assert_close(model(IDS).logits, merged(IDS).logits, atol=3e-5, rtol=0)
 
 
 def rounded(model):

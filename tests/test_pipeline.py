@@ -6,18 +6,6 @@ from conftest import needs_chromium, run_script, write_rows
 from formats.read import read_episodes
 
 
-def test_the_same_command_and_seed_give_the_same_bytes_and_another_seed_others(tmp_path):
-    def played(name, *more):
-        run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 10,
-                   "--samples_per_task", 4, "--agent", "toy/base", "--max_new_tokens", 96,
-                   "--output", tmp_path / name, *more)
-        return (tmp_path / name).read_bytes()
-
-    one = played("one.jsonl")
-    assert played("again.jsonl", "--batch_size", 64) == one
-    assert played("other.jsonl", "--seed", 1) != one
-
-
 def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, tmp_path):
     model = tiny("qwen2.5", "qwen2")
     run_script(

@@ -121,19 +121,6 @@ def test_a_candidate_that_is_in_no_pair_takes_no_room():
     assert len(pairs) == 1 and too_long == 0
 
 
-def test_a_state_without_a_pair_leaves_the_order_of_training_as_it_is():
-    states = [ranked_state({"a": 0.0, "b": 1.0}, dialogue(f"t{turn}"), turn=turn)
-              for turn in range(6)]
-    level = ranked_state({"a": 0.5, "b": 0.5}, turn=9)
-
-    def batches(states):
-        groups, _ = rows_of(states)
-        return [[chosen.ids for chosen, _ in batch]
-                for batch in train_policy.plan_batches(groups, 2, 2, "groups", 0)]
-
-    assert batches([level, *states, level | {"turn": 10}]) == batches(states)
-
-
 def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is():
     state = ranked_state({"a": 0.0, "a long candidate " * 3: 1.0},
                          dialogue("t", "one question", "its reply"))

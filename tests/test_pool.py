@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from conftest import ROOT
 from parties import within
 
-from speakers.pool import elsewhere, gather, run
+from speakers.pool import JudgeElsewhere, elsewhere, gather, run
 
 
 def results(function, jobs, size):
@@ -71,13 +72,22 @@ def test_all_that_ask_a_model_are_one_batch_in_the_thread_that_iterates():
     assert model.threads == set(iterating)
 
 
-def test_a_batch_waits_for_no_job_that_waits_elsewhere():
+@pytest.mark.parametrize("what", ["server", "grade", "picture"])
+def test_a_batch_waits_for_no_job_that_waits_for_a_server_the_judge_or_the_browser(what):
     model, released = Model(), threading.Event()
+    judge = JudgeElsewhere(types.SimpleNamespace(
+        grade=lambda task, answer: released.wait(10), picture=lambda page: released.wait(10)))
+
+    def ask_server():
+        with elsewhere():
+            return released.wait(10)
+
+    wait = {"server": ask_server, "grade": lambda: judge.grade(None, None),
+            "picture": lambda: judge.picture(None)}[what]
 
     def job(number):
         if number == 0:
-            with elsewhere():
-                assert released.wait(10)
+            assert wait()
         answer = gather(model.double, number)
         if number == 5:
             released.set()
@@ -97,14 +107,6 @@ def test_the_model_that_most_jobs_ask_computes_first():
     ask = {True: noted("many", many), False: noted("few", few)}
     results(lambda number: gather(ask[number > 1], number), range(5), 5)
     assert order == [("many", 3), ("few", 2)]
-
-
-def test_without_a_run_a_model_computes_at_once_and_elsewhere_does_nothing():
-    model = Model()
-    with elsewhere():
-        pass
-    assert gather(model.double, 4) == 8
-    assert model.batches == [[4]] and model.threads == {threading.current_thread()}
 
 
 # -----------------------------------------------------------------------------

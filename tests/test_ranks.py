@@ -10,7 +10,7 @@ from conftest import (
     ROOT, byte_tokenizer, changed_trainer, metrics, run_script, tiny_model, training,
     write_episodes)
 
-from runtime.checkpoints import save_state, wait_for_files
+from runtime.checkpoints import wait_for_files
 from runtime.models import open_to_train, shard
 from runtime.processes import Process
 from runtime.training import Run
@@ -86,18 +86,6 @@ def test_states_are_saved_when_the_leaders_clock_says_so_on_all_ranks_at_once(ti
     assert saved[0] == saved[1]
     # a tick for each step, and one for each state; the last step saves the checkpoint instead
     assert saved[0] == str(list(range(2, len(metrics(tmp_path / "out")), 2)))
-
-
-def test_a_state_is_counted_under_a_name_of_its_own_before_it_gets_its_name(tmp_path, monkeypatch):
-    counted = []
-    monkeypatch.setattr("runtime.checkpoints.wait_for_files",
-                        lambda folder, count: counted.append((folder.name, count)))
-    model = tiny_model(byte_tokenizer())
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in (3, 7):
-        save_state(tmp_path / "resume", step, model, optimizer, ALONE)
-    assert counted == [("resume.3.partial", 1), ("resume.7.partial", 1)]
-    assert [path.name for path in tmp_path.iterdir()] == ["resume"]
 
 
 def test_a_state_that_lacks_a_ranks_file_is_refused(tmp_path):

@@ -46,14 +46,12 @@ class Reader:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def open(self, url, width=1280, dark=False):
+    def open(self, url, width=1280):
         call = self.devtools.call
         self.devtools.set_deadline(60)
         self.events.clear()
         call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
              mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        call("Emulation.setEmulatedMedia", features=[scheme])
         # From a blank page, as a new fragment of the same address would load nothing.
         call("Page.navigate", url="about:blank")
         call("Page.navigate", url=url)
@@ -234,16 +232,6 @@ def test_turns_and_endings_are_stacked_by_their_share(shown):
     assert len(set(colours)) == 4
 
 
-def test_tasks_that_nobody_can_solve_end_in_a_way_of_their_own(browser, tmp_path):
-    unsolvable = {"test1": "solution failed", "test2": "wrong"}
-    rows = [episode(0, passed=False, reasons=unsolvable), episode(1, passed=False)]
-    browser.open(write_report(tmp_path, ours=rows).as_uri())
-    assert "2 tasks, 1 of them unsolvable" in browser.text("#subtitle")
-    assert browser.each("#results figure:nth-of-type(2) rect", "e.textContent") == [
-        "ours, wrong answer: 50.0 %", "ours, solution failed: 50.0 %"]
-    assert browser.each(".row b", "e.textContent") == ["·", "✗"]
-
-
 def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     def ending(text="I WANT TO ANSWER: x", finished=True, domain="backend", **more):
         history = dialogue("p", text)
@@ -256,6 +244,7 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
         return charts.ending(complete_episode(row))
 
     assert ending() == "wrong answer" and ending(finished=False) == "cut"
+    assert ending(reasons={"test1": "solution failed"}) == "solution failed"
     assert ending(error="gone", success=None) == "error"
     assert ending("What now?") == "no answer"
     assert ending(credits=["early answer"]) == "early answer"
@@ -342,53 +331,13 @@ def test_bars_are_as_long_as_their_numbers_inside_their_whiskers(shown):
     assert ends == pytest.approx([8 + scale * low, 8 + scale * high], abs=0.1)
 
 
-def test_each_training_curve_has_a_title_a_unit_and_axes_of_its_own(shown):
-    assert shown.each("#training h3", "e.innerText") == ["critic", "ours"]
-    assert shown.each("#training > .charts figcaption", "e.innerText") == [
-        "Loss", "Loss", "Training pairs ranked right", "Margin of chosen over rejected"]
-    assert shown.each("#training > details figcaption", "e.textContent") == [
-        "Negative log-likelihood of the chosen side"]
-    assert shown.each("#training .axis.y", "e.textContent") == [
-        "nats", "nats", "%", "nats", "nats a token"]
-    assert shown.each("#training .axis.x", "e.textContent")[:2] == [
-        "step", "step, mean of 3 steps"]
-    heights = shown.each("#training figure:first-of-type .line",
-                           "[...e.points].map(point => -point.y)")[0]
-    assert len(heights) == 9 and heights == sorted(heights, reverse=True)
-
-
-def luminance(colour):
-    """Relative luminance of a colour as WCAG defines it; colour: rgb(...) text."""
-    channels = [int(number) / 255 for number in re.findall(r"\d+", colour)[:3]]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-              for value in channels]
-    return sum(weight * value
-               for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast_of(colour, other):
-    bright, dark = sorted((luminance(colour), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_policy_has_one_colour_everywhere_that_contrasts(browser, report, dark):
-    browser.open(report.as_uri(), dark=dark)
-    bars = browser.each("#results figure:first-of-type rect", "getComputedStyle(e).fill")
-    assert browser.each("#policies strong", "e.innerText") == ["ours", "theirs", "critic"]
-    swatches = browser.each("#policies .swatch", "getComputedStyle(e).backgroundColor")
-    curves = browser.each("#training figure > svg .line", "getComputedStyle(e).stroke")
+def test_a_policy_has_one_colour_everywhere(shown):
+    bars = shown.each("#results figure:first-of-type rect", "getComputedStyle(e).fill")
+    assert shown.each("#policies strong", "e.innerText") == ["ours", "theirs", "critic"]
+    swatches = shown.each("#policies .swatch", "getComputedStyle(e).backgroundColor")
+    curves = shown.each("#training figure > svg .line", "getComputedStyle(e).stroke")
     assert bars == swatches[:2] and swatches[2] == curves[0] and set(curves[1:]) == {bars[0]}
     assert len(set(swatches)) == 3
-    page = browser.run("getComputedStyle(document.body).backgroundColor")
-    groups = [[f"c{number}" for number in range(8)],
-              ["useful", "right", "wasted", "repeated", "early", "wrong", "cut", "unsolvable"]]
-    for names in groups:
-        colours = browser.run(
-            f"{json.dumps(names)}.map(name => {{ const mark = make('i', `swatch ${{name}}`);"
-            " document.body.append(mark); return getComputedStyle(mark).backgroundColor; })")
-        assert len(set(colours)) == len(names)
-        assert min(contrast_of(colour, page) for colour in colours) >= 4.5
 
 
 def test_values_can_be_read_by_keyboard_and_screen_reader(shown):
@@ -512,16 +461,6 @@ def test_advantages_stand_at_their_turns_if_the_last_is_empty_or_the_first_was_d
     assert row["advantages"] == expected
 
 
-def test_no_match_leaves_nothing_stale(shown):
-    assert "task0" in shown.text("#episode")
-    shown.set("search", "no such text")
-    assert shown.text("#episode") == "No dialogue matches." and shown.count(".row") == 0
-    shown.set("search", "needle")
-    assert "task3" in shown.text("#episode") and "theirs" in shown.text("#episode h3")
-    shown.set("search", "")
-    assert "task3" in shown.text("#episode")  # it matches, too, and the reader was there
-
-
 def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(shown):
     shown.set("policy", "ours")
     shown.run("document.querySelectorAll('.row')[1].click()")
@@ -532,11 +471,6 @@ def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(shown):
         assert part in text
     shades = shown.each("#episode .assistant", "getComputedStyle(e).backgroundColor")
     assert len(set(shades)) == 2 and shown.complaints() == []
-
-
-def test_outcomes_differ_in_sign_and_colour(shown):
-    colours = dict(shown.each(".row b", "[e.textContent, getComputedStyle(e).color]"))
-    assert set(colours) == {"✓", "✗", "!"} and colours["✓"] != colours["✗"]
 
 
 def test_screenshots_stand_side_by_side_and_load(browser, report):
@@ -588,38 +522,10 @@ def test_hostile_text_shows_as_text_and_runs_nothing(browser, tmp_path):
     assert requests == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_page_fits_its_width_and_text_contrasts(browser, report, width, dark):
-    browser.open(report.as_uri(), width, dark)
+def test_page_fits_its_width(browser, report, width):
+    browser.open(report.as_uri(), width)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    ink, page = (browser.run(f"getComputedStyle(document.body).{name}")
-                 for name in ("color", "backgroundColor"))
-    assert contrast_of(ink, page) > 12 and (luminance(page) < 0.05) == dark
-
-
-WORDS = """e => {
-  const broken = [], walker = document.createTreeWalker(e, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode, range = document.createRange();
-    for (const word of node.textContent.matchAll(/\\S+/g)) {
-      range.setStart(node, word.index);
-      range.setEnd(node, word.index + word[0].length);
-      if (new Set([...range.getClientRects()].map(box => box.top)).size > 1) broken.push(word[0]);
-    }
-  }
-  return broken;
-}"""
-
-
-def test_no_word_breaks_on_a_phone(browser, report):
-    browser.open(report.as_uri(), width=390)
-    parts = ("#sentences", "#policies", "#tables", "#results", "#training", "#filters", "#list",
-             "#episode")
-    for part in parts:
-        assert (part, browser.run(f"({WORDS})(document.querySelector('{part}'))")) == (part, [])
-    tops = browser.each("#tables > .scroll tr:first-child td", "e.getBoundingClientRect().top")
-    assert tops == sorted(set(tops))  # a number a line
 
 
 def test_2500_episodes_open_within_seconds_in_5_megabytes(browser, tmp_path):

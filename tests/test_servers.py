@@ -14,7 +14,7 @@ import types
 
 import pytest
 from chat_server import FAULTS, TIMEOUT, running, small_talk
-from conftest import ROOT, dialogue, episode, read_rows, run_script, write_rows
+from conftest import ROOT, dialogue, read_rows, run_script
 from parties import TASKS, ask_all, collect_now
 
 import speakers
@@ -161,26 +161,6 @@ def test_a_server_that_has_refused_all_of_many_requests_is_given_up():
         with pytest.raises(SystemExit, match="a server that answers no request .*HTTP 400"):
             stop_if_given_up(speaker)
     assert server.calls == MAX_FAILURES_IN_A_ROW < len(CONVERSATIONS)
-
-
-def sampled(folder, url, turns):
-    """The rows of --states: candidates of a dialogue's turns, of which a server is asked."""
-    texts = ["x", *["What?", "That."] * (turns - 1), "I WANT TO ANSWER: x"]
-    given = write_rows(folder / "given.jsonl", [episode("t", 0.0, texts=texts)])
-    output = folder / "candidates.jsonl"
-    collect_now("--states", given, "--agent", url, "--num_candidates", 2, "--output", output)
-    return read_rows(output)
-
-
-def test_an_agent_that_refuses_all_states_ends_the_run_and_blocks_no_other_one(tmp_path):
-    with refusing(400) as server:
-        with pytest.raises(SystemExit, match="everything failed; expected agent, human"):
-            sampled(tmp_path, server.url, turns=3)
-        with pytest.raises(SystemExit, match="answers no request .*HTTP 400: no such thing"):
-            sampled(tmp_path, server.url, turns=60)
-        server.say = lambda handler, body: False
-        rows = sampled(tmp_path, server.url, turns=60)
-    assert len(rows) == 60 and not any(row["error"] for row in rows)
 
 
 def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
@@ -391,14 +371,6 @@ def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, 
     assert server.seen_models == {name}
 
 
-@pytest.mark.parametrize("status", [404, 405, 501])
-def test_a_server_without_a_list_is_not_asked_for_it_again(monkeypatch, status):
-    pauses = paused(monkeypatch)
-    with unlisted(status, b"") as server:
-        load_speaker(server.url)
-    assert pauses == []
-
-
 @pytest.mark.parametrize("faults", [
     ["closed connection", (503, b""), (429, b"")], ["silence", (200, b"<html>")]])
 def test_the_check_survives_faults_of_the_server(impatient, faults):
@@ -464,6 +436,12 @@ def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(im
     with running(small_talk) as server:
         rows = collected(tmp_path, server.url, "scripted")
     assert len(rows) == 3 and not any(row["error"] for row in rows)
+
+
+def test_a_run_in_which_everything_fails_says_so(tmp_path):
+    with refusing(400) as server:
+        with pytest.raises(SystemExit, match="everything failed; expected agent, human"):
+            collected(tmp_path, server.url, "scripted")
 
 
 def test_a_server_may_move_if_its_model_is_named_and_else_the_refusal_says_so(impatient, tmp_path):

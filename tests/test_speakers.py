@@ -15,7 +15,7 @@ from runtime.models import context_length
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import LocalSpeaker, encode_prompt, pick_tokens, uniform_numbers
-from toy.world import SCRIPTED, toy_tasks
+from toy.world import toy_tasks
 
 # -----------------------------------------------------------------------------
 # The local speaker
@@ -262,17 +262,6 @@ def test_thoughts_that_the_template_opens_and_the_limit_cuts_do_not_pass_for_spe
     (utterance,), = ask_all(thinker, CONVERSATIONS[:1])
     assert thinker.opens_thoughts and without_thoughts(utterance.text) is None
     assert not speaker().opens_thoughts
-
-
-def test_a_named_script_of_ones_own_speaks_on_tasks_of_no_embedded_world(monkeypatch):
-    def script(task, dialogue, draw):
-        return task["ground_truth"]
-
-    monkeypatch.setitem(SCRIPTED, ("backend", "human", "oracle"), script)
-    task = {"domain": "backend", "problem_description": "write f", "ground_truth": "x"}
-    human = load_speaker("scripted:oracle", "human")
-    (utterance,), = ask_all(human, CONVERSATIONS[:1], tasks=[task])
-    assert utterance.text == "x"
 
 
 def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():

@@ -13,7 +13,7 @@ import colbench
 from judge import sandbox
 from runtime.processes import Process
 from runtime.training import Run
-from speakers.fill import Progress, hints
+from speakers.fill import hints
 
 ALONE = Process(0, 1, None)
 
@@ -208,17 +208,6 @@ UNSOLVABLE = episode("t", 0.0) | {"reasons": {"a": "solution failed"}}
 def test_hints_tell_of_missing_answers_equal_rewards_and_unsolvable_tasks(episodes, told):
     found = list(hints(episodes))
     assert len(found) == len(told) and all(map(str.startswith, found, told))
-
-
-def test_the_bar_of_a_rollout_shows_turns_success_reward_and_failures(monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "0")
-    with Progress([], 2, ALONE) as progress:
-        progress.turn()
-        assert progress.bar.postfix == "0 failed, 1 turn"
-        progress.turn()
-        progress.row(episode("t", 1.0))
-        progress.row(episode("u", None, error="gone"))
-    assert progress.bar.postfix == "success 1.000, reward 1.000, 1 failed, 2 turns"
 
 
 @pytest.mark.parametrize("margins, ending", [

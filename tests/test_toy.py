@@ -1,6 +1,5 @@
 """The embedded backend world is what it says, before anything is trained on it."""
 
-import itertools
 import random
 from collections import Counter, defaultdict
 
@@ -169,36 +168,6 @@ def test_the_request_reveals_no_requirement_and_the_human_only_what_is_asked_for
 # The demonstrator
 
 
-def test_the_demonstrator_often_stops_early_and_often_runs_out_of_turns(tasks):
-    early = late = right = 0
-    for task in tasks:
-        for seed in range(4):
-            history, answer = play(task, DEMONSTRATOR, seed)
-            missing = set(task["toy"]["needed"]) - set(details_asked(history))
-            marked = ANSWER_MARKER in history[-1]["content"]
-            late += not marked
-            early += marked and bool(missing)
-            right += answer == task["ground_truth"]
-    total = 4 * len(tasks)
-    assert 0.07 < right / total < 0.3
-    assert early / total > 0.03
-    assert late / total > 0.4
-
-
-def test_what_a_demonstrator_knows_of_topics_decides_how_often_it_asks_for_what_is_likely(tasks):
-    """Five of ten details are likely, so who knows nothing asks for them every second time."""
-    shares = {}
-    for agent in (DEMONSTRATOR, KNOWING):
-        first = []
-        for task, seed in itertools.product(tasks, range(10)):
-            draw = random.Random(derive_seed(seed, task["task_id"]))
-            question = agent(task, [user(task["problem_description"])], draw)
-            first.append(asked_about(question) in task["toy"]["likely"])
-        shares[agent] = sum(first) / len(first)
-    assert abs(shares[DEMONSTRATOR] - 0.5) < 0.05
-    assert abs(shares[KNOWING] - 0.75) < 0.05
-
-
 def test_who_may_not_ask_guesses_a_function_with_the_number_of_rules_asked_for(tasks):
     for task in tasks:
         _, answer = play(task, GUESSING)
@@ -223,18 +192,6 @@ def test_each_phrase_and_each_clause_names_one_detail_and_option():
     pairs = [(detail, option) for detail in DETAILS for option in range(NUM_OPTIONS)]
     assert sorted(PHRASES.values()) == sorted(pairs)
     assert all(details_in(code_of([pair])) == [pair[0]] for pair in pairs)
-
-
-def test_the_demonstrator_needs_to_be_told_and_not_only_to_ask(tasks):
-    task = tasks[0]
-
-    def silent_human(task, messages, draw):
-        return "I do not know."
-
-    for seed in range(20):
-        history, answer = play(task, INFORMED, seed, silent_human)
-        if ANSWER_MARKER in history[-1]["content"]:
-            assert answer == code_of([])
 
 
 def test_the_demonstrator_refuses_a_request_of_another_world():

@@ -354,15 +354,6 @@ def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monke
     assert "return 2 * x" in sight.processor.tokenizer.decode(inputs["input_ids"][0])
 
 
-def test_what_a_critic_that_sees_is_shown_may_be_any_field_of_the_task(tiny_vision, monkeypatch):
-    monkeypatch.setattr(variants.sight, "critic_messages",
-                        lambda task, messages, privileged: dialogue(task["hidden_information"]))
-    task = {"domain": "backend", "ground_truth": "x", "hidden_information": "doubles a number"}
-    sight = Sight(tiny_vision, "ground_truth")
-    inputs = sight.opening_reader(task, dialogue("Help."))()
-    assert "doubles a number" in sight.processor.tokenizer.decode(inputs["input_ids"][0])
-
-
 @needs_chromium
 def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_path):
     save_critic(tmp_path / "critic", tiny_vision, "ground_truth")
