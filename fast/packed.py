@@ -8,8 +8,8 @@ Candidates after one prompt become one sequence, so that the prompt is computed 
     0  0  0  0    1  1  1       2  2  2  2         segments: a token sees those before it in its
                                                    own segment and in segment 0
 
-What comes several times, such as a dialogue in several pairs, is computed once. Logits exist
-only where an agent token is next, and their fp32 copies only a part at a time.
+A row that occurs several times, such as a dialogue in several pairs, is computed once. Logits are
+computed only where the next token is an agent's, and converted to fp32 a part at a time.
 Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, R rows, S turns.
 """
 
@@ -31,18 +31,20 @@ def turn_logprobs(model, rows):
     distinct = list(of_tokens.values())
     number = {row: index for index, row in enumerate(distinct)}
     packs = pack_rows(distinct, PACK_TOKENS if can_pack(model) else 0)
-    ids, positions, segments, scored = [], [], [], []
+    ids, positions, segments = [], [], []
+    scored = []  # of each agent token: its pack, the column of its logits, its id, row and turn
     for pack in packs:
         prompt = prompt_length(pack[0]) if len(pack) > 1 else 0
         pack_ids, pack_positions = pack[0].ids[:prompt], list(range(prompt))
         pack_segments = [0] * prompt
         for segment, row in enumerate(pack, 1):
-            column = len(pack_ids)  # of the first token after the prompt
+            column = len(pack_ids)  # of the row's first token after the prompt
             for index, turn in enumerate(row.turn_index):
                 if turn >= 0:
+                    # the column of the token before this one, whose logits predict it
                     source = prompt - 1 if index == prompt else column + index - prompt - 1
                     scored.append((len(ids), source, row.ids[index], number[row], turn))
-            pack_ids = pack_ids + row.ids[prompt:]
+            pack_ids += row.ids[prompt:]
             pack_positions += range(prompt, len(row.ids))
             pack_segments += [segment] * (len(row.ids) - prompt)
         ids.append(pack_ids)
@@ -59,15 +61,18 @@ def turn_logprobs(model, rows):
         seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
         inputs |= {"position_ids": table(positions), "attention_mask": seen.tril()[:, None]}
     scored = torch.tensor(scored, dtype=torch.long, device=model.device).reshape(-1, 5)
-    pack, source, target, row, turn = scored.unbind(1)  # (n,) each
-    with head_at(model.get_output_embeddings(), pack, source):
+    pack_of, source, target, row_of, turn_of = scored.unbind(1)  # (n,) each
+    with head_at(model.get_output_embeddings(), pack_of, source):
         logits, = model(**inputs, use_cache=False).logits  # (n, V)
-    logprobs = torch.cat([checkpoint(picked_logprobs, *part, use_reentrant=False) for part in zip(
-        logits.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)])  # (n,)
+    parts = zip(logits.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)
+    logprobs = torch.cat([checkpoint(picked_logprobs, *part, use_reentrant=False)
+                          for part in parts])  # (n,)
 
     turns = max(row.turns for row in distinct)  # S
-    sums = logprobs.new_zeros(len(distinct), turns).index_put((row, turn), logprobs, True)
-    tokens = target.new_zeros(sums.shape).index_put((row, turn), torch.ones_like(target), True)
+    sums = logprobs.new_zeros(len(distinct), turns).index_put(
+        (row_of, turn_of), logprobs, accumulate=True)
+    tokens = target.new_zeros(sums.shape).index_put(
+        (row_of, turn_of), torch.ones_like(target), accumulate=True)
     order = [number[row] for row in first]
     return sums[order], tokens[order]
 
@@ -94,9 +99,9 @@ def prompt_length(row):
 
 
 def can_pack(model):
-    """Whether the model uses plain causal attention, so that packing is exact.
+    """Whether the model uses plain causal attention throughout, so that packing is exact.
 
-    Sliding windows, attention sinks and recurrent layers are not: their rows are computed apart.
+    With sliding windows, attention sinks or recurrent layers, each row is computed alone.
     """
     config = model.config.get_text_config()
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):

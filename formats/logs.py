@@ -28,8 +28,9 @@ from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
             ' "..."}], "reward": 1.0}')
-SHOWN = 20  # lines that do not fit
+SHOWN = 20  # most faulty lines that a message lists
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+# keys of a line that may be missing -> their type
 OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str, "human": str}
 
 
@@ -57,13 +58,13 @@ def import_command(args):
     print(said)
     if failed:
         print(f"Episodes that an error has stopped, which no stage uses: {failed}")
-    distinct = {(episode["task"]["task_id"], episode["reward"],
-                 *(message["content"] for message in episode["dialogue_history"]))
-                for episode in episodes}
     unknown = sum(not episode["task"]["ground_truth"] for episode in episodes)
     if unknown:
         print(f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
               " all of them, or --privileged none.")
+    distinct = {(episode["task"]["task_id"], episode["reward"],
+                 *(message["content"] for message in episode["dialogue_history"]))
+                for episode in episodes}
     repeated = len(episodes) - len(distinct)
     if repeated:
         print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
@@ -105,7 +106,7 @@ def graded_rows(path):
 
 
 def log_episodes(path, prompt):
-    """An episode for each line of a log. After lines that do not fit, it stops and names them."""
+    """An episode for each line of a log. If lines have faults, it stops and lists these lines."""
     episodes, samples, faults = [], {}, []  # samples: task -> the numbers of its dialogues
     unnumbered, ignored, roles = [], set(), Counter()
     for where, row in read_jsonl(path):
@@ -140,7 +141,7 @@ def log_episodes(path, prompt):
             "agent_prompt": system or "", "leak": 0.0}, where))
         if number is None:
             unnumbered.append(episodes[-1])
-    for episode in unnumbered:  # now that all numbers are known that lines name
+    for episode in unnumbered:  # only now, since a later line may have named a number
         used = samples[episode["task"]["task_id"]]
         free = itertools.count(len(used))
         episode["sample"] = next(number for number in free if number not in used)

@@ -10,7 +10,7 @@ def named_files(specs):
     """(name, path) of each NAME=FILE."""
     pairs = []
     for spec in specs:
-        name, equals, path = spec.partition("=")
+        name, _, path = spec.partition("=")
         if not name or not path:
             raise SystemExit(f"found {spec}, expected NAME=FILE; put a name for tables and charts"
                              " in front of the file")

@@ -80,8 +80,10 @@ def complete_episode(row, where="episode"):
     """A checked episode, with defaults for what may be missing."""
     row = without_nulls(row)
     check_keys(row, EPISODE_KEYS, EPISODE_OPTIONS, where)
-    task, history = complete_task(row["task"], f"{where}, task"), row["dialogue_history"]
-    domain, error = DOMAINS[task["domain"]], row.get("error") or None
+    task = complete_task(row["task"], f"{where}, task")
+    domain = DOMAINS[task["domain"]]
+    history = row["dialogue_history"]
+    error = row.get("error") or None  # an empty text is no error
     check_history(history, where, in_turn=not domain.logged)
     turns = sum(message["role"] == "assistant" for message in history)
     if not error and not turns:
@@ -91,7 +93,9 @@ def complete_episode(row, where="episode"):
     if not error and not (0 <= reward <= 1.000001 or (domain.logged and is_finite(reward))):
         raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1; only"
                          " logs may have others, which are finite")
-    success = reward == 1 if domain.has_success and not error else None
+    success = None
+    if domain.has_success and not error:
+        success = reward == 1
     if row.get("success") not in (None, success):
         raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
                          f" {success}: true for a reward of 1, false below, null for failed"
@@ -178,8 +182,10 @@ def read_candidates(path, ranked=False):
         refuse_other_kind(row, "ranked candidates" if ranked else "candidates", where)
         too_long = "advantages" in row and row["advantages"] is None  # for the ranker
         omit = row.get("error") or (ranked and too_long)
-        keys = {} if omit else RANKED_KEYS if ranked else CANDIDATE_KEYS
-        check_keys(row, STATE_KEYS | keys, CANDIDATE_OPTIONS, where)
+        keys = STATE_KEYS
+        if not omit:
+            keys = keys | (RANKED_KEYS if ranked else CANDIDATE_KEYS)
+        check_keys(row, keys, CANDIDATE_OPTIONS, where)
         row["task"] = complete_task(row["task"], f"{where}, task")
         if state_key(row) in seen:
             raise SystemExit(f"{where}: found the state {state_key(row)} a second time, expected it"
@@ -240,7 +246,7 @@ def custom_prompt(records, say):
 
 
 def is_finite(number):
-    """Whether a float can hold it; an int may have any number of digits."""
+    """Whether a number is finite as a float. math.isfinite fails on an int that is too large."""
     return -1e300 < number < 1e300
 
 
@@ -284,7 +290,10 @@ def check_keys(row, needed, optional, where):
 
 
 def check_history(history, where, in_turn=True):
-    """User and assistant speak in turn, the user first; in a log, the user speaks first."""
+    """Refuse a dialogue in which user and assistant do not take turns, the user first.
+
+    In a log, roles may follow each other in any order, but the assistant does not come first.
+    """
     roles = ("user", "assistant")
     for index, message in enumerate(history):
         role = message.get("role") if isinstance(message, dict) else None

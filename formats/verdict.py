@@ -29,13 +29,13 @@ def who_won(results):
         sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
                      f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
     clauses, level = [], []
-    for lead in others:
-        if abs(lead["difference"]["value"]) < 5e-4:  # 0.0 points
-            level.append(lead["against"])
+    for other in others:
+        if abs(other["difference"]["value"]) < 5e-4:  # 0.0 points
+            level.append(other["against"])
             continue
-        clause = f"{lead['against']} by {with_interval(lead['difference'], 100, ' points')}"
-        if not is_ahead(lead):
-            clause += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
+        clause = f"{other['against']} by {with_interval(other['difference'], 100, ' points')}"
+        if not is_ahead(other):
+            clause += f", which is not settled (sign test p = {other['sign_test_p']:.2g})"
         clauses.append(clause)
     if clauses:
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
@@ -56,9 +56,9 @@ def achievement(name, results):
 
 
 def is_ahead(lead):
-    """Whether the policy with the best mean is settled to be better on the tasks both finished.
+    """Whether the first policy of `lead` is settled to be better on the tasks that both finished.
 
-    That mean can be the best because an error kept the policy from the harder tasks.
+    Its mean over all tasks is the best, but maybe only because errors kept it from harder ones.
     """
     return lead["settled"] and lead["difference"]["value"] > 0
 

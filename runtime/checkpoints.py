@@ -33,7 +33,7 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
         weights, matrices = merge(weights, model)
         with writing(partial):
             model.save_pretrained(partial, state_dict=weights)
-            # it has written the dtype of the weights in memory, which LoRA keeps frozen in bf16
+            # save_pretrained has noted the dtype in memory; LoRA keeps frozen weights in bf16
             model.config.dtype = torch.float32
             model.config.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
@@ -80,10 +80,11 @@ def remove_leftovers(output):
 
 
 def save_state(folder, step, model, optimizer, process):
-    """What an exact resume needs; each rank writes its shards. Only a whole folder gets its name.
+    """Save what an exact resume needs; each rank writes its own shards.
 
-    While it is written, a state has a name of its own: NFS clients remember names for a while, and
-    under one that was used before, a node could write into the state that is still good.
+    A state is written under a name of its own, `resume.STEP.partial`, and renamed when it is whole.
+    NFS clients remember names for a while: under a name that was used before, a node could write
+    into the state that is still good.
     """
     partial = folder.with_name(f"resume.{step}.partial")
     if process.leads:
@@ -102,7 +103,9 @@ def save_state(folder, step, model, optimizer, process):
     if process.leads:
         wait_for_files(partial, process.world)
         old = folder.with_name("resume.old")
-        if folder.exists():  # else a kill came between the two renames, and `old` is all there is
+        # It is missing at the first state. After a kill between the two renames it is missing, too,
+        # and `old` is the only state: then `old` must stay until the new one is in place
+        if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         partial.rename(folder)

@@ -39,7 +39,7 @@ def read_jsonl(path):
 
 
 def without_nulls(row):
-    """The fields that a row has: Arrow conversions fill those that it lacks with None."""
+    """The row without its null fields: conversions by Arrow add a null for each missing field."""
     return {key: value for key, value in row.items() if value is not None}
 
 
@@ -87,7 +87,7 @@ def as_jsonl(rows):
 
 
 def write_new(path, text):
-    """`write_atomically`, but whatever else stands there is refused and stays."""
+    """Write a file, unless something else than `text` already stands there, which is refused."""
     path = Path(path)
     if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
         raise SystemExit(f"{path}: found something else than what this command writes, expected"
@@ -177,7 +177,7 @@ class ResumableJsonl:
 
     @staticmethod
     def whole_rows(path):
-        """The rows of all these files, without the half line that a kill left behind."""
+        """The rows of the file and of the ranks' files, without half lines that a kill left."""
         for file in ResumableJsonl.files(path):
             for line in file.read_bytes().splitlines():
                 try:

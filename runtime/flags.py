@@ -15,7 +15,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return super()._get_help_string(action)
 
 
-# how the limit of a number is called -> (what a message says, whether a value keeps it)
+# name of a limit, as a keyword -> (its words in a message, the comparison that a value must pass)
 LIMITS = {
     "least": ("of at least", operator.ge), "above": ("above", operator.gt),
     "most": ("of at most", operator.le), "below": ("below", operator.lt),
@@ -26,7 +26,8 @@ class FlagParser(argparse.ArgumentParser):
     """Refuses numbers outside their limits, empty texts and flags without effect."""
 
     def __init__(self, description):
-        self.limits, self.needs = {}, {}  # flag -> its limits; -> the flag that it needs
+        self.limits = {}  # flag -> its limits
+        self.needs = {}  # flag -> the flag that it needs
         super().__init__(description=description, formatter_class=HelpFormatter)
 
     def error(self, message):
@@ -55,8 +56,8 @@ class FlagParser(argparse.ArgumentParser):
             value = getattr(args, name)
             if value is None:
                 continue
-            kept = all(LIMITS[word][1](value, limit) for word, limit in limits.items())
-            if not kept or not math.isfinite(value):
+            within = all(LIMITS[word][1](value, limit) for word, limit in limits.items())
+            if not within or not math.isfinite(value):
                 words = " and ".join(f"{LIMITS[word][0]} {limit}" for word, limit in limits.items())
                 raise SystemExit(f"found --{name} {value}, expected a number {words}")
         for name, needed in self.needs.items():

@@ -2,8 +2,8 @@
 
 A layer y = W x becomes y = W x + alpha / rank B A x with A (rank, in) and B (out, rank). W is
 frozen, in the type that models compute in; A and B learn in fp32. B starts at zero, so before the
-first step the model is the one that it started from; and with the matrices off it always is. One
-model therefore serves as policy (or critic) and as its own reference.
+first step the model is the one that it started from. With the matrices off, it is that model at any
+time, so one model serves as policy (or critic) and as its own reference.
 
 Omitted on purpose: dropout on x, because advantages and DPO compare log-probs of the same tokens
 with and without the matrices, and noise on one side would enter every ratio; it is also off in the
@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-# in a checkpoint directory, beside the merged weights; not *.safetensors, all of which vLLM would
-# load as weights of the model
+# The file of A and B in a checkpoint directory, beside the merged weights. It is not named
+# *.safetensors, because vLLM would load all such files as weights of the model
 MATRICES = "lora.matrices"
-# that get matrices, by the last parts of their names
+# the linear layers that get matrices, by the last part of their names
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -94,16 +94,19 @@ class WithoutMatrices:
 
 
 def merge(weights, model):
-    """(weights of the plain architecture, W + alpha / rank B A, fp32; A and alpha / rank B alone).
+    """(merged weights, matrices) of a checkpoint: name -> fp32 tensor.
 
-    `weights` is emptied. Matrices of an earlier training have `.base` in their names.
+    The merged weights W + alpha / rank B A have the names of the plain architecture. The matrices
+    are A and alpha / rank B; those of an earlier training have `.base` in their names. `weights` is
+    emptied on the way, so that memory never holds all weights twice.
     """
-    merged = {name: weights.pop(name).float() for name in list(weights)}  # never all of both
+    merged = {name: weights.pop(name).float() for name in list(weights)}
     matrices = {}
     for name, layer in reversed(lora_layers(model).items()):  # the innermost first
         down, up = merged.pop(f"{name}.down"), layer.scale * merged.pop(f"{name}.up")
-        alone = layer.earlier and not name.endswith(".base")  # this training has not touched it
-        key = f"{name}.base" if alone else name
+        # matrices of an earlier training around which this one has put no new ones
+        untouched = layer.earlier and not name.endswith(".base")
+        key = f"{name}.base" if untouched else name
         matrices |= {f"{key}.down": down, f"{key}.up": up}
         merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + up @ down
         if f"{name}.base.bias" in merged:

@@ -41,10 +41,10 @@ def is_quantised(config):
 
 
 def refuse_untrainable(path, max_length):
-    """Refuse weights that are integers, which no gradient can move, and changing positions.
+    """Refuse what cannot be trained here: quantised weights, random routing, changing positions.
 
-    Some models encode all positions anew once a batch is longer than a limit. A row would then get
-    other log-probs beside a long one than alone, or in the reference pass.
+    No gradient can move weights that are integers. And some models encode all positions anew once a
+    batch is longer than a limit: the log-probs of a row would then depend on the rows beside it.
     """
     config = load_config(path)
     if is_quantised(config):
@@ -110,9 +110,8 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
                move=True, **options):
     """A transformers model, from safetensors only; what cannot be opened is named.
 
-    Unless `move` is true, it stays in host memory, mapped from its files.
-
-    In bf16, the matrices of a LoRA checkpoint are beside its weights, unless `merged` is true.
+    Unless `move` is true, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
+    weights with the matrices beside them, unless `merged` is true.
     """
     import safetensors
 
@@ -127,7 +126,11 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
     apart = dtype == "bfloat16" and has_matrices(path) and not merged
-    stored = dtype if is_quantised(load_config(path)) else "float32" if apart else "auto"
+    stored = "auto"  # as in its files; converted below, parameter by parameter
+    if is_quantised(load_config(path)):
+        stored = dtype
+    elif apart:  # the matrices are subtracted in fp32
+        stored = "float32"
     try:
         model, report = model_class.from_pretrained(
             path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)

@@ -51,7 +51,7 @@ def check_checkpoint(path):
             hint = "expected a checkpoint directory that from_pretrained opens"
         raise SystemExit(f"{path}: found a directory without config.json; {hint}")
     means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
-    if any(folder.parent.glob("*/run.json")) and folder.parent != Path():
+    if folder.parent != Path() and any(folder.parent.glob("*/run.json")):
         means_directory = True
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"

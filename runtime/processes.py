@@ -41,7 +41,7 @@ class Process(typing.NamedTuple):
         return values[0]
 
 
-PARENT = os.getppid()  # as long as it lives
+PARENT = os.getppid()  # when it dies, this process gets another parent
 SIGNAL_OF_PARENTS_DEATH = 1  # option of prctl
 
 # Within a training step no rank waits for long, so one that is silent for this many minutes hangs.
@@ -52,7 +52,7 @@ STEP_MINUTES = 30
 def join_processes(training=False):
     """This process among those that torchrun started.
 
-    `training` adds the group of training steps, which a process alone has, too.
+    With `training`, it also has the group of training steps, even if it is the only process.
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world == 1 and not training:
@@ -64,7 +64,8 @@ def join_processes(training=False):
     if cuda:
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
-        end_with_parent(signal.SIGKILL)  # no other signal reaches a process that looks for others
+        # inside init_process_group Python handles no signal, so only SIGKILL ends this process
+        end_with_parent(signal.SIGKILL)
         # between steps, ranks may finish hours apart; torchrun notices one that dies
         options = {"timeout": datetime.timedelta(days=7)}
         if "RANK" not in os.environ:
@@ -94,7 +95,8 @@ RESUMES = "What was finished is on disk; rerun the same command to resume."
 
 def launch(main, args, advice=RESUMES):
     """Run a script's `main`; what stops it from outside becomes a sentence with this advice."""
-    for signal_number in (signal.SIGTERM, signal.SIGINT):  # background jobs start with it ignored
+    # shells start background jobs with SIGINT ignored, so it is set here, too
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         main(args)

@@ -21,10 +21,11 @@ COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continue
 
 
 def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
-    """Write `path` (run.json): flags, versions, world size, hashes. Refuse another's output.
+    """Write `path` (run.json), the record of this command; refuse the output of another command.
 
-    The flags `may_differ` may, since they do not change what is made, and COUNTS may grow. A
-    command that has produced no output yet may be replaced by another.
+    The record holds flags, versions, the world size and hashes of the inputs. The flags in
+    `may_differ` do not change what is made, so they may differ from those of an earlier run; COUNTS
+    may grow. A command that has produced no output yet may be replaced by another.
     """
     path = Path(path)
     flags = {name: value for name, value in flags.items() if name != "output"}
@@ -202,9 +203,9 @@ def changes_since(before, flags, hashes, may_differ):
 
 
 def server_moved(name, *commands):
-    """Whether a flag of all commands is a server whose model has a name, which is compared itself.
+    """Whether a flag of all `commands` is the address of a server whose model another flag names.
 
-    Such a server may be started again elsewhere, as on a cluster.
+    Such a server may be started again elsewhere, as on a cluster; its model's name is compared.
     """
     return all(flags.get(f"{name}_model") and is_server(flags[name]) for flags in commands)
 
@@ -240,7 +241,9 @@ def read_run(path):
 
 
 def path_from(run, name):
-    """A path as a run's flags name it: from where the run was started, if it is there, or as it is.
+    """A path from a run's flags, relative to the directory where the run was started.
+
+    What is not there is returned as it is; it may be a Hugging Face name.
     """
     there = Path(run.get("directory", ""), name)
     return str(there) if there.exists() else name

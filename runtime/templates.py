@@ -6,12 +6,12 @@ DATE = "26 Jul 2024"
 
 
 class UnnestedTemplate(SystemExit):
-    """The chat template rewrites earlier turns, so a dialogue is not one sequence of tokens."""
+    """The chat template cannot express a dialogue as one sequence of tokens with closed turns."""
 
 
 @functools.lru_cache(maxsize=8)
 def end_of_turn(tokenizer):
-    """(id, text) of the token that closes an agent turn: in the template, what follows its text."""
+    """(id, text) of the token that closes an agent turn, the first one that follows its text."""
     if not getattr(tokenizer, "chat_template", None):
         raise SystemExit(f"{tokenizer.name_or_path}: found a tokenizer without chat template,"
                          " expected an instruct model")
@@ -40,7 +40,10 @@ def end_of_turn(tokenizer):
 
 
 def render(tokenizer, messages, add_generation_prompt=True):
-    """The chat template's text. Without a system role, that message opens the first request."""
+    """The text that the chat template makes of messages.
+
+    If the template has no system role, the system message opens the first request.
+    """
     import jinja2
 
     # Some templates print today's date, so prompts would change daily. Llama 3.2's takes another
@@ -76,10 +79,10 @@ def prompt_ids(tokenizer, texts):
 
 
 def turn_ids(tokenizer, texts, finished):
-    """Token ids of what agents say, as a model samples them behind the prompt; where a turn is
-    finished, with its end-of-turn token.
+    """Token ids of agent turns, as a model samples them after the prompt.
 
-    A text that spells a special token, such as </s> on a page, is no such token.
+    A finished turn ends with its end-of-turn token. A text that spells a special token, such as
+    </s> on a page, is encoded as ordinary text.
     """
     if not texts:
         return []  # which tokenizers refuse

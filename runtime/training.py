@@ -37,22 +37,28 @@ HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pai
 
 
 class Run:
-    """`complete`: an earlier run of the same command has left nothing to train."""
+    """One training run. It is `complete` if an earlier run of its command left nothing to train."""
 
     def __init__(self, args, inputs, may_differ=()):
         self.process = join_processes(training=True)
-        self.rank, self.world, self.device = (
-            self.process.rank, self.process.world, self.process.device)
-        self.output, self.log_file = Path(args.output), Path(args.output, "metrics.jsonl")
-        self.max_steps, self.save_seconds = args.max_steps, 60 * args.save_minutes
+        self.rank = self.process.rank
+        self.world = self.process.world
+        self.device = self.process.device
+        self.output = Path(args.output)
+        self.log_file = self.output / "metrics.jsonl"
+        self.max_steps = args.max_steps
+        self.save_seconds = 60 * args.save_minutes
         claim_output(self.output / "run.json", vars(args), [*inputs, *records(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
-        self.saved, self.began = time.monotonic(), time.perf_counter()  # last state, this step
-        self.planned = self.last = 0  # steps of the whole training, and of this run
+        self.saved = time.monotonic()  # when the last state was saved
+        self.began = time.perf_counter()  # when this step began
+        self.planned = 0  # steps of the whole training
+        self.last = 0  # the step at which this run ends, earlier with --max_steps
         self.stopping = False  # whether Ctrl-C or SIGTERM has asked for the end of this run
-        self.bar, self.handlers = None, {}  # signal -> what it did before the first step
+        self.bar = None
+        self.handlers = {}  # signal -> what it did before the first step
 
     def say(self, text):
         if self.process.leads:
@@ -60,27 +66,29 @@ class Run:
 
     def remove(self, *patterns):
         """Remove files of an earlier run from the output."""
-        for pattern in patterns if self.process.leads else ():
-            for path in self.output.glob(pattern):
-                path.unlink()
+        if self.process.leads:
+            for pattern in patterns:
+                for path in self.output.glob(pattern):
+                    path.unlink()
 
     # -------------------------------------------------------------------------
     # Ranks
 
     def share(self, batch, size):
-        """Parts of a batch for this rank, `size` entries at most, each with its weight.
+        """Parts of a batch for this rank, at most `size` entries each, and the weight of each part.
 
-        Every rank gets the same number of parts, since FSDP's ranks synchronise in every layer: all
-        must run the same forwards. One that has nothing left repeats an entry with weight 0.
-        Otherwise the weight is the number of ranks: FSDP takes the mean of their gradients, and a
-        batch wants the sum.
+        The ranks of FSDP synchronise in every layer, so all must run the same number of forwards:
+        every rank gets the same number of parts. A rank for which nothing is left repeats an entry
+        with weight 0. Any other part is weighted with the number of ranks, because FSDP takes the
+        mean of the ranks' gradients, and the gradient of a batch is their sum.
         """
         at_once = size * self.world
         for start in range(0, len(batch), at_once):
             part = batch[start:start + at_once]
-            first, last = (len(part) * rank // self.world for rank in (self.rank, self.rank + 1))
-            if first < last:
-                yield part[first:last], self.world
+            first = len(part) * self.rank // self.world
+            end = len(part) * (self.rank + 1) // self.world
+            if first < end:
+                yield part[first:end], self.world
             else:
                 yield part[:1], 0
 
@@ -121,8 +129,8 @@ class Run:
     def refuse_other_data(self, data):
         """Stop if ranks hold different data, from other copies of the input files."""
         digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-        others = [rank for rank, found in self.gather({self.rank: digest}).items()
-                  if found != self.process.from_leader(digest)]
+        digests = self.gather({self.rank: digest})  # rank -> digest
+        others = [rank for rank, found in digests.items() if found != digests[0]]
         if others:
             raise SystemExit(f"found other training data on the ranks {others} than on rank 0,"
                              " expected the same everywhere; give all nodes the same input files"

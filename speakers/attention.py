@@ -25,8 +25,9 @@ def share_prompts(model, cache, n):
     """A cache with n samples for each row of `cache`, which holds the prompts."""
     from transformers.masking_utils import sdpa_mask
 
-    # The attention below knows plain keys and values: neither latent ones, nor an attention of the
-    # model's own, nor what makes a model eager, such as sinks and soft caps.
+    # The attention below handles plain keys and values only. These models get a copy of the
+    # prompt's cache for each sample: those with latent keys and values, those with an attention of
+    # their own, and those that run eager, for example because of sinks or soft caps.
     latent = hasattr(model.config.get_text_config(), "kv_lora_rank")
     own = not model._supports_attention_backend
     if latent or own or model.config._attn_implementation == "eager":
@@ -65,7 +66,10 @@ class SharedPrompts:
         return self.prompt_length + length, offset
 
     def update(self, keys, values, layer_idx, *_, **__):
-        """Store a step; what a layer attends to, as `shared_prompts_attention` takes it."""
+        """Store a step's keys and values; return all that this layer attends to.
+
+        It comes in two tuples, as `shared_prompts_attention` takes them.
+        """
         keys, values = self.samples.update(keys, values, layer_idx)
         prompts = self.prompts.layers[layer_idx]
         return (prompts.keys, keys), (prompts.values, values, self)

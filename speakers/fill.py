@@ -34,7 +34,8 @@ def fill(store, keys, work, speakers, in_flight, all_keys):
         for _ in run(work_and_keep, waiting, in_flight):
             pass  # the threads have stored their rows
     if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
-        # what ended without, say, a human's reply must not block a corrected --human
+        # Such a speaker may be misnamed. Rows that ended without asking it would count as output,
+        # and this output would refuse the corrected command
         store.discard(set(all_keys) - store.rows.keys())
     stop_if_given_up(*speakers)
 

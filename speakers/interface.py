@@ -47,7 +47,7 @@ def spoken(text, advice):
 class Speaker:
     """Answers conversations."""
 
-    # as a human: whether it reads the dialogue itself (scripts), or what the domain shows a human
+    # as a human: true if it reads the dialogue itself, as scripts do; else the domain's human_view
     reads_history = False
     given_up = None  # why it is no longer asked, such as a server that is down
     has_answered = True  # whether it has answered anything so far

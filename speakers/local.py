@@ -156,11 +156,12 @@ class LocalSpeaker(Speaker):
     def _read(self, prompts, caches):
         """Prefill: a cache of all prompts, its mask (R, T), and the next token's logits (R, V).
 
-        Only tokens that no kept cache holds are computed, equally many in each row. A row with
-        fewer reads some of its kept tokens again: padding within a row would use up a sliding
-        window. So a row looks like this, and short ones have padding after the bar, too:
+        Tokens that a kept cache holds are not computed again, with one exception: all rows read
+        equally many new tokens, so a row with fewer reads some of its kept ones again. (Padding
+        between kept and new tokens would use up a sliding window.) A row is one of these:
 
             padding  kept tokens | new tokens
+            padding              | padding  new tokens      if the whole prompt is shorter
         """
         known = [0 if kept is None else common_prefix(ids, kept.ids)
                  for ids, kept in zip(prompts, caches, strict=True)]  # tokens that a cache holds
@@ -189,7 +190,10 @@ class LocalSpeaker(Speaker):
 
 
 def in_batches(indices, prompts, size):
-    """Lists of at most `size` prompts, the shortest first, whose cache is not too large."""
+    """Split `indices` into batches of at most `size` prompts and TOKENS_AT_ONCE padded tokens.
+
+    `indices` are sorted by the lengths of their prompts. A prompt beyond the limit stands alone.
+    """
     batch = []
     for index in indices:
         too_large = (len(batch) + 1) * len(prompts[index]) > TOKENS_AT_ONCE
@@ -202,7 +206,11 @@ def in_batches(indices, prompts, size):
 
 
 def refuse_recurrent(model, path):
-    """Rows are padded and join and leave a batch, which keys and values allow; a state does not."""
+    """Refuse models with recurrent layers.
+
+    Rows are padded, and they join and leave a batch. Keys and values allow this, a recurrent state
+    does not.
+    """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     recurrent = sorted(kind for kind in kinds if not kind.endswith("_attention")
                        or kind == "linear_attention")
@@ -220,8 +228,10 @@ def opens_thoughts(tokenizer):
 
 
 def with_opening(text, opened):
-    """A text whose thoughts the template has `opened`: if they were cut, they must not pass for
-    speech."""
+    """The text, behind the tag that the template has `opened` if its thoughts were cut.
+
+    Without the tag, such thoughts would pass for speech.
+    """
     return THOUGHTS + text if opened and END_OF_THOUGHTS not in text else text
 
 

@@ -12,14 +12,15 @@ class ScriptedSpeaker(Speaker):
     """The embedded worlds' own human, or their noisy demonstrator as agent.
 
     `manner` chooses among several: `scripted:informed` is an agent that reads the solution.
-    Tasks of no embedded world have no script unless a manner is named. For them the speaker says
-    fixed lines, enough for a dry run of the stages.
+    Without a manner, the speaker says fixed lines in tasks of no embedded world. They are enough
+    for a dry run of the stages.
     """
 
     reads_history = True
 
     def __init__(self, role, manner=""):
-        parties = {f"{a_role} {spec_of(a_manner)}" for _, a_role, a_manner in SCRIPTED}
+        parties = {f"{known_role} {spec_of(known_manner)}"
+                   for _, known_role, known_manner in SCRIPTED}
         party = f"{role} {spec_of(manner)}"
         if party not in parties:
             names = ", ".join(sorted(parties))

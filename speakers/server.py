@@ -23,9 +23,9 @@ from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import elsewhere
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
-TOLD_AFTER = 10  # seconds without an answer, of a server that does not ask to wait
-MAX_SILENCE = 6  # in time limits (`timeout`): without any answer for so long, it is given up, too
-TRANSIENT_STATUS = (408, 409, 425, 429)  # and all from 500 up but 501: worth a retry
+TOLD_AFTER = 10  # seconds without an answer, after which a message says so
+MAX_SILENCE = 6  # times `timeout`: a server without any answer for so long is given up, too
+TRANSIENT_STATUS = (408, 409, 425, 429)  # worth a retry, as all from 500 up except 501
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 # before any answer: the key, the path, the model's name, or an address that has moved
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
@@ -43,7 +43,7 @@ class ServerSpeaker(Speaker):
 
     As many requests are in flight as threads ask: one for each dialogue that is played.
 
-    retries   attempts for each request
+    retries   attempts for each request, the first one included
     pause     seconds before the first retry; doubled before each further one
     timeout   seconds that a request may go without an answer
     """
@@ -64,7 +64,7 @@ class ServerSpeaker(Speaker):
         self.in_flight = 0  # requests without a reply so far
         self.failures_in_a_row = 0
         self.failing_since = None  # when the first failed attempt since the last answer began
-        self.told = False  # of the failed attempts since then
+        self.told = False  # whether a message has named the failed attempts since then
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.refuses_n = False  # whether it refuses requests for more than one answer
@@ -158,7 +158,7 @@ class ServerSpeaker(Speaker):
     def _ask(self, path, body, timeout):
         """The JSON that the server has under `path`, in one attempt; `body` None is a GET.
 
-        SpeakerError: the request is wrong. Any other error may pass.
+        SpeakerError: the request is wrong. Any other error may be temporary.
         """
         headers = {"Content-Type": "application/json"}
         if self.key:
@@ -171,8 +171,8 @@ class ServerSpeaker(Speaker):
         except urllib.error.HTTPError as error:
             with error:
                 reason = f"HTTP {error.code}: {self._detail(error)}"
-            missing = error.code == 501  # some servers say so where others say 404
-            if error.code in TRANSIENT_STATUS or (error.code >= 500 and not missing):
+            permanent = error.code == 501  # some servers say so where others say 404
+            if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
                 raise Unavailable(reason, retry_after(error)) from None
             if error.code in WRONG_ADDRESS_STATUS:
                 raise WrongAddress(reason) from None
@@ -248,7 +248,7 @@ class WrongAddress(SpeakerError):
 
 
 class Unavailable(OSError):
-    """An error of a server that may pass, and the seconds that it asks to wait."""
+    """A server's error that may be temporary, and the seconds that the server asks to wait."""
 
     def __init__(self, reason, seconds):
         super().__init__(reason)

@@ -1,7 +1,6 @@
 """Vision-language models in this process: the human of pages, who compares two screenshots."""
 
 import base64
-import itertools
 import re
 
 import torch
@@ -125,16 +124,19 @@ class VisionSpeaker(Speaker):
 
     def speak(self, requests):
         """For each request a list of n Utterances."""
-        copies = [request.messages for request in requests for _ in range(request.n)]
+        conversations = [request.messages for request in requests for _ in range(request.n)]
         uniform = torch.cat([  # a row for each sample
             uniform_numbers([request.seed], request.n, self.max_new_tokens)
             for request in requests])
         utterances = []
-        for start in range(0, len(copies), self.batch_size):
+        for start in range(0, len(conversations), self.batch_size):
             end = start + self.batch_size
-            utterances += self._generate(copies[start:end], uniform[start:end])
-        utterances = iter(utterances)
-        return [list(itertools.islice(utterances, request.n)) for request in requests]
+            utterances += self._generate(conversations[start:end], uniform[start:end])
+        answers, start = [], 0
+        for request in requests:
+            answers.append(utterances[start:start + request.n])
+            start += request.n
+        return answers
 
     @torch.inference_mode()
     def _generate(self, conversations, uniform):

@@ -21,8 +21,8 @@ from train_critic import critic_messages
 class Sight:
     """What a vision-language critic reads with: its processor, and a browser for solution pages.
 
-    `privileged` is the critic's flag. The browser opens with the first page: functions, and a
-    critic that sees no solution, need none.
+    `privileged` is the critic's flag. The browser opens when the first page is drawn: tasks of
+    functions, and a critic that sees no solution, need no browser.
     """
 
     def __init__(self, path, privileged):

@@ -18,7 +18,6 @@ Letters in shapes: B pairs, R rows, S turns, T tokens.
 """
 
 import dataclasses
-import functools
 import sys
 import typing
 from pathlib import Path
@@ -66,7 +65,11 @@ class Reader:
     def dialogue(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         messages, finished = agent_view(episode)
-        encode = functools.partial(encode_within, finished=finished)
+
+        def encode(tokenizer, messages, max_length):
+            encoded = encode_within(tokenizer, messages, max_length, finished)
+            return [encoded] if encoded else None
+
         found = self._rows(episode["task"], messages, encode)
         if found is None:
             return None
@@ -84,23 +87,23 @@ class Reader:
         return self._rows(task, messages, encode)
 
     def _rows(self, task, messages, encode):
-        seen, opening, text_length, opening_ids = messages, None, 0, []
-        if self.sight:  # what stands before the first turn comes from the processor
+        if self.sight:
             if DOMAINS[task["domain"]].logged:
                 raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
                                  " vision-language --model; expected a model of texts")
-            opening = self.sight.opening_reader(task, messages)
+            # The processor encodes all up to the first request, with the picture. Its ids take the
+            # place of the first `text_length` ids of the text
+            seen, opening = messages, self.sight.opening_reader(task, messages)
             opening_ids = opening()["input_ids"][0].tolist()
             first = messages[:first_request(messages) + 1]
             text_length = len(encode_dialogue(self.tokenizer, first)[0])
         else:
-            seen = critic_messages(task, messages, self.privileged)
+            seen, opening = critic_messages(task, messages, self.privileged), None
+            opening_ids, text_length = [], 0
         room = self.max_length + text_length - len(opening_ids)
         found = encode(self.tokenizer, seen, room)
         if found is None:
             return None
-        if isinstance(found, tuple):  # of one dialogue
-            found = [found]
         return [ValueRow(opening_ids + ids[text_length:],
                          [-1] * len(opening_ids) + turn_index[text_length:], dropped,
                          opening=opening)
@@ -118,8 +121,9 @@ def turn_values(model, rows):
     """
     if rows[0].opening and len(rows) > 1:  # pictures differ in size: one row at a time
         found = [turn_values(model, [row]) for row in rows]
-        values, exists = ([table[0] for table in tables] for tables in zip(*found, strict=True))
-        return pad_sequence(values, batch_first=True), pad_sequence(exists, batch_first=True)
+        values = pad_sequence([values[0] for values, _ in found], batch_first=True)
+        exists = pad_sequence([exists[0] for _, exists in found], batch_first=True)
+        return values, exists
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
                               padding_value=-1)  # (R, T)
@@ -268,7 +272,7 @@ OF_CRITICS = ("privileged", "holdout")  # flags that critics have, and no policy
 
 
 def read_value_flags(path):
-    """What a value critic was trained with; a critic of log-ratios has a flag more."""
+    """What a value critic was trained with. The flag `normalise` marks a critic of log-ratios."""
     flags = read_flags(path, ("max_length", "model", *OF_CRITICS))
     if "normalise" in flags:
         raise SystemExit(f"{path}: found a critic of log-ratios, expected one with a value head;"
@@ -291,16 +295,16 @@ def rank(args):
     flags = {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
-    states = {state_key(state): state for state in states}
-    mine = store.missing(states)
+    jobs = {state_key(state): state for state in states}
+    mine = store.missing(jobs)
     if mine:
         critic = ValueCritic(args.output, process.device, args.dtype)
     for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
-        state = states[key]
+        state = jobs[key]
         values = critic.advantages(state["task"], state["messages"], state["candidates"],
                                    state["finished"])
         store.append(state | {"advantages": values, "ranker": str(args.output)})
-    ranked = store.finish(states)
+    ranked = store.finish(jobs)
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states; {omitted} failed ones omitted, {too_long} too"
