@@ -68,8 +68,8 @@ CHROMIUM_FLAGS = [
     "--proxy-bypass-list=<-loopback>",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 ]
-# No script: a frame with `sandbox` has a process of its own, which the command for its page does
-# not reach. And animated pictures show their first frame.
+# Script is off here, too: a frame with `sandbox` has a process of its own, which the command that
+# turns script off for a page does not reach. Animated pictures show their first frame.
 PAGE_SETTINGS = "--blink-settings=scriptEnabled=false,imageAnimationPolicy=2"
 # The shell gives Chromium our pipes as descriptors 3 and 4. It removes the profile in the end, even
 # if our process was killed, as Chromium quits when its pipe closes.
@@ -165,7 +165,8 @@ class DevTools:
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
-        # The profile would be too long a path for a socket, so Chromium links to one in /tmp.
+        # A path in the profile would be too long for a socket, so Chromium puts the socket into a
+        # folder of its own in /tmp and links to it.
         socket = Path(self.profile, "SingletonSocket")
         if socket.is_symlink():
             outside = socket.readlink().parent
@@ -329,8 +330,9 @@ class Browser:
 
     def _draw(self, html):
         devtools = self.devtools
-        # Each page is a new document: a <meta> would stay in force in one that is written again.
-        # No page can guess the address of the next one. One host for all keeps them fast.
+        # Each page is a new document: in one that is written again, a <meta> of the page before
+        # would stay in force. No page can guess the address of the next one. All have one host,
+        # which is faster.
         self.address = f"http://page.invalid/{secrets.token_hex(8)}"
         self.html = settled_page(html)
         self.arrived = self.loaded = False
@@ -434,10 +436,11 @@ def placeholder_picture(address):
     width = max(1, min(int(width[:6]), 2000))
     height = max(1, min(int(height[:6]), 2000))
     # a picture keeps its colour in another size, as a photo would
+    picture = path
     if identity:
         picture = identity.group()
-    else:
-        picture = path.replace(size.group(), "", 1) if size else path
+    elif size:
+        picture = path.replace(size.group(), "", 1)
     digest = hashlib.sha256(picture.encode()).digest()
     colour = bytes(64 + byte // 2 for byte in digest[:3])
 

@@ -47,14 +47,16 @@ CONDITIONS = "socketpair:53:199:0:1 sendto:44:206:4:0 prlimit64:302:261:0:0"
 # Refused with one argument of this value, in the same form: F_SETOWN, F_SETOWN_EX, FIOSETOWN and
 # SIOCSPGRP name another process that a file is to send its signals to.
 SIGNAL_OWNERS = "fcntl:72:25:1:8 fcntl:72:25:1:15 ioctl:16:29:1:35073 ioctl:16:29:1:35074"
-# Opening a file with these bits among O_TRUNC and O_ACCMODE is refused: "read only, but empty it",
-# which Landlock knows since Linux 6.2, and access mode 3, of which it never asks anything.
+# Refused: opening a file read-only with O_TRUNC (it empties the file, and Landlock checks it only
+# since Linux 6.2), and access mode 3 (which Landlock never checks). OPEN_BITS are O_TRUNC and
+# O_ACCMODE.
 OPEN_BITS, ODD_OPENINGS = 0o1003, (0o1000, 0o1003, 0o3)
 OPENINGS = "open:2:-:1 openat:257:56:2"  # last: the argument that holds the bits
 # Allowed in the worker, and in a child under a condition: new threads, signals to itself
 CLONE = "clone:56:220"
 KILLS = "kill:62:129 tgkill:234:131"
-# Its flags are out of a filter's sight. "No such call" makes the C library use clone.
+# A filter cannot read its flags, which are in memory. With ENOSYS, "no such call", the C library
+# uses clone instead.
 CLONE3 = "clone3:435:435"
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 

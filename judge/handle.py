@@ -58,8 +58,8 @@ def cpu_clock_of(pid: int, kind: int) -> int:
 def process_clocks(pid: int) -> tuple[float, float, float]:
     """CPU seconds of a process in its own code, with those in the kernel, and the wall clock.
 
-    An answer is held to the first: what a page fault costs on a busy machine is not its fault. Nor
-    is the time that it waits for a core, without which the last clock is.
+    The first one limits an answer, since a page fault can cost much time in the kernel on a busy
+    machine. The wall clock limits an answer that sleeps.
     """
     wall = time.monotonic()
     if sys.platform != "linux":

@@ -148,7 +148,7 @@ class ClipReward:
     """
 
     def __init__(self, name):
-        # The other processor needs torchvision and scales pictures a little differently.
+        # CLIPImageProcessor, the other one, needs torchvision and scales a little differently.
         import torch
         from transformers import CLIPImageProcessorPil, CLIPModel
 
@@ -191,7 +191,8 @@ def embedded_similarity(png_a, png_b):
     It is the mean of three agreements. Layout compares mean colours cell by cell, so a block of the
     wrong colour or in the wrong position counts by its area. Detail compares contrast, which is
     where text and edges are, so a blank page in the right colour is not half right. Colour compares
-    histograms, which forgives a block that only moved. Where one page is longer, they disagree.
+    histograms, which forgives a block that only moved. For layout and detail, the part that only
+    the longer page has counts as disagreement.
     """
     import numpy
 

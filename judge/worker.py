@@ -344,9 +344,10 @@ def run_test(program, test: str, official: bool) -> str:
 
 
 def without_comparison(test: str) -> str:
-    """`f(1)` of a test `f(1) == 3`, whose value is compared outside like any other's.
+    """`f(1)` for a test `f(1) == 3`: the parent compares its value with the solution's.
 
-    The answer's own `__eq__` would decide here, and where the 3 is wrong, any wrong value is right.
+    Otherwise the answer's own `__eq__` would decide. And where the 3 is wrong, the comparison is
+    false for the solution, and for every answer that does not return 3.
     """
     try:
         match ast.parse(test, mode="eval").body:
@@ -354,7 +355,7 @@ def without_comparison(test: str) -> str:
                 if ast.literal_eval(literal) is not None:  # None is no value of a solution
                     return ast.unparse(value)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        pass  # no expression, no literal, a literal such as {{}: 1}, or too deep: it fails when run
+        pass  # no expression, no literal, {{}: 1} (a TypeError), too deep: the test runs as it is
     return test
 
 

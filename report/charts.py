@@ -1,6 +1,6 @@
 """The charts of the page, as the titles, units and numbers that page.html draws.
 
-A chart of results or of a critic is of a kind, bars or stack; a training run has curves.
+Results and critics are drawn as bars or as a stack, training runs as curves.
 """
 
 from collections import Counter, defaultdict
@@ -56,9 +56,9 @@ def metric_chart(results):
              "rows": rows, "least": least, "most": most}]
 
 
-def stack(title, unit, parts, names):
-    """Bars of shares that add up to 100 %; names: policy -> the part that each of its things is."""
-    counts = {name: Counter(found) for name, found in names.items() if found}
+def stack(title, unit, parts, found):
+    """Bars of shares that add up to 100 %; found: policy -> the part of each turn or episode."""
+    counts = {name: Counter(of_policy) for name, of_policy in found.items() if of_policy}
     shown = [part for part in parts if any(count[part] for count in counts.values())]
     rows = [{"name": name, "counts": [count[part] for part in shown]}
             for name, count in counts.items()]

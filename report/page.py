@@ -262,9 +262,9 @@ def packed_episodes(policies, room):
         packed = base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode()))
         if len(packed) <= room or not data["tasks"]:
             return packed.decode()
-        largest = "pictures" if data["pictures"] else "tasks"
-        kept = int(len(data[largest]) * 0.95 * room / len(packed))
-        data[largest] = data[largest][:max(0, kept)]
+        shortened = "pictures" if data["pictures"] else "tasks"
+        kept = int(len(data[shortened]) * 0.95 * room / len(packed))
+        data[shortened] = data[shortened][:max(0, kept)]
 
 
 # -----------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The paper's Table 3, critics beside critics, and best of N on the embedded world, from what
-# runs/toy.sh left in OUT. Each critic ranks the same candidates, and a policy learns from its ranks:
-# without the solution, without length normalisation, with that of the official code,
-# with a value head, untrained, and for comparison true credit and random ranks.
-# Then SWEET-RL's own ranks with another pairing rule, and matrices of rank 16 (LoRA) for all weights.
+# The paper's Table 3, a comparison of critics, and best of N on the embedded world, from what
+# runs/toy.sh left in OUT. Each critic ranks the same candidates, and a policy learns from its
+# ranks. The critics: without the solution, without length normalisation, with the official code's
+# normalisation, with a value head, untrained; for comparison, true credit and random ranks.
+# Then SWEET-RL's own ranks with another pairing rule, and LoRA, which trains matrices of rank 16 in
+# place of all weights.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
@@ -30,7 +31,8 @@ python variants/value_critic.py --episodes "$OUT/episodes.jsonl" --model "$BASE"
 true_credit "$OUT/sweet_value_head/critic"
 learn sweet_value_head "$OUT/sweet_value_head/critic/ranked.jsonl"
 
-# A step of rate 0 leaves the base, whose ratio with the solution to without it stands for the critic
+# A step with learning rate 0 leaves the base as it is: its log-ratio, with the solution to without
+# it, takes the place of a critic
 critic "$BASE" "$OUT/sweet_untrained/critic" --episodes "$OUT/episodes.jsonl" --lr 0 --max_steps 1
 rank "$OUT/candidates.jsonl" "$OUT/sweet_untrained/critic" --reference plain
 learn sweet_untrained "$OUT/sweet_untrained/critic/ranked.jsonl"

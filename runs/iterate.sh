@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# ROUNDS rounds of SWEET-RL on the embedded world. Each collects with the last policy and trains on
-# from it, with it as model and reference. The critic starts from the base each time and learns from
-# the episodes of all rounds, since a trained policy no longer reads a solution as well as the
-# base. Then the table.
+# ROUNDS rounds of SWEET-RL on the embedded world. Each round collects episodes with the latest
+# policy and continues to train it; that policy is also the reference. The critic starts from the
+# base each time and learns from the episodes of all rounds, since a trained policy no longer reads
+# a solution as well as the base. Then the table.
 # To resume after a first round: FIRST=2 MODEL=DIR EARLIER=FILE (its policy and its episodes).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -4,9 +4,9 @@
 #   MODEL=HuggingFaceTB/SmolLM2-135M-Instruct bash runs/llm.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash runs/llm.sh        (or a directory)
 # docs/measured.md says what SmolLM2-135M-Instruct reached, and how the settings were chosen.
-# A killed run goes on where it stopped. On an H200 the steps took 23 minutes in all; on two CPU cores
-# they would take days. An earlier recipe (120 tasks, four states, fewer demonstrations and epochs)
-# took two and a half hours there.
+# A killed run continues where it stopped. On an H200 the steps took 23 minutes in all. On two CPU
+# cores they would take days; an earlier recipe (120 tasks, four states, fewer demonstrations and
+# epochs) took two and a half hours there.
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
 # TASKS=120 trains on fewer tasks; SPLIT=valid plays those that settings are chosen on; SHORT=1 is a
 # smoke run, with few tasks whatever TASKS says.
@@ -55,8 +55,9 @@ python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks "$TASKS" --samp
 python collect.py --states "$OUT/episodes.jsonl" --states_fraction 1 --states_per_task 6 \
   --agent "$OUT/warm" "${SAMPLING[@]}" --output "$OUT/candidates.jsonl"
 
-# 3. The critic ranks them; the policy learns from the ranks. A model this small does not know what a
-# solution in its context is for: the critic's start learns it from dialogues whose agent follows one
+# 3. The critic ranks them; the policy learns from the ranks. A model this small does not know what
+# a solution in its context is for. So the model that the critic starts from first learns it, from
+# dialogues whose agent follows the solution
 python collect.py --tasks "toy:backend:train:$WORLD" --num_tasks $((DEMONSTRATED / 2)) \
   --samples_per_task 2 "${TO_THE_END[@]}" --agent scripted:informed --seed 1 \
   --output "$OUT/informed.jsonl"

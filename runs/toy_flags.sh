@@ -21,13 +21,13 @@ if [ "$DOMAIN" = backend ]; then
   TEST=${TEST:-500}
   TURNS=(--max_turns 9) # toy/world.py says why
   TOKENS=64             # of one agent message
-  # a task with mixed outcomes has five to nine pairs: some four tasks a step, and eight, whose
-  # dialogues are each computed once if they are in one micro-batch
+  # A task with mixed outcomes has five to nine pairs. So a step of the critic has some four tasks,
+  # one of multi-turn DPO some eight; in one micro-batch, each of their dialogues is computed once.
   PAIRS=(--pairs success_vs_failure --shuffle groups)
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 3e-3)
-  POLICY=(--batch_size 64 --lr 1e-3 --epochs "${POLICY_EPOCHS:-4}") # four pairs a state
+  POLICY=(--batch_size 64 --lr 1e-3 --epochs 4) # four pairs a state
   MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 12)
   MTDPO+=(--beta 0.3 --nll 10)
   RFT=(--lr 2e-3 --epochs 12)

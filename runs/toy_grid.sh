@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# When does it pay? Cells of a grid of embedded worlds and numbers of training tasks: of how many
-# likely details (5, 6 or 8) a task needs 4 or 5, with 200 or 800 tasks. In each cell the paper's
-# halves, our pairing rule and a critic without the solution, with two epochs of the policy, rejection
-# fine-tuning and the base.
+# When does it pay? A grid of embedded worlds and numbers of training tasks: a task needs 4 or 5 of
+# 5, 6 or 8 likely details, and there are 200 or 800 tasks. Each cell has the paper's halves, our
+# pairing rule, a critic without the solution, rejection fine-tuning and the base.
 # CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ROOT=${ROOT:-runs/out/grid}
-export POLICY_EPOCHS=2
 SEEDS=${SEEDS:-0 1}
 CELLS=${CELLS:-$(echo 64/10/{5,6,8}/4-5:{800,200})}
 for cell in $CELLS; do

@@ -101,6 +101,9 @@ def tabulate(outcomes):
     if len(counts) > 1:
         raise SystemExit(f"found runs on {' and '.join(map(str, sorted(counts)))} test tasks,"
                          " expected all on the same; give another --output")
+    if not counts:
+        raise SystemExit("found no test episodes of these policies, expected those that"
+                         " runs/toy_seeds.sh writes; give the directory of its runs")
     tasks, = counts
     task_draws = draw_counts(numpy.random.default_rng(0), tasks, DRAWS)
 

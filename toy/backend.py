@@ -2,8 +2,8 @@
 
 A topic ("invoice") makes some details likely, and a task needs most of those. No prompt says which
 details go with which topic: a policy has to learn it, while whoever sees the solution can read off
-what matters. How many there are of each is a World of toy/world.py; how its demonstrators err,
-Habits.
+what matters. In toy/world.py, World says how many topics and details there are, and Habits how the
+demonstrators err.
 """
 
 import functools
@@ -161,8 +161,8 @@ def likely_details(topic, world):
     return random.Random(f"topic {topic}").sample(details_of(world), world.likely)
 
 
-# After so many draws for each topic without a new task, there is none left: the rarest ones are
-# drawn once in some 2,500.
+# If so many draws for each topic give no new task, none is left: even the rarest task comes up once
+# in some 2,500 draws of its topic.
 MAX_MISSES = 20_000
 
 

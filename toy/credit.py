@@ -163,10 +163,13 @@ def halves_shares(states, credits):
     counts = Counter()
     for state, credit in zip(states, credits, strict=True):
         for chosen, rejected in state_pairs(state, "halves", pairs_per_state=4, seed=0):
-            if credit[chosen].value == credit[rejected].value:
+            chosen_value, rejected_value = credit[chosen].value, credit[rejected].value
+            if chosen_value > rejected_value:
+                counts["right"] += 1
+            elif chosen_value == rejected_value:
                 counts["equal"] += 1
             else:
-                counts["right" if credit[chosen].value > credit[rejected].value else "wrong"] += 1
+                counts["wrong"] += 1
     if not counts:
         return {}
     return {f"halves/{kind}": counts[kind] / counts.total() for kind in ("right", "equal", "wrong")}

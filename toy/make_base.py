@@ -143,13 +143,14 @@ def recite_command(args):
 
     recited = []
     for episode in read_episodes(args.episodes):
-        request, *turns = [message["content"] for message in episode["dialogue_history"]]
+        request, *turns = episode["dialogue_history"]
         if len(turns) < 2:  # it answered at once
             continue
         first, *turns = turns[:-1]  # without the answer
-        history = [{"role": "user", "content": f"{request}\n{first}"}]
-        history += [{"role": ("assistant", "user")[index % 2], "content": text}
-                    for index, text in enumerate(turns)]
+        history = [{"role": "user", "content": f"{request['content']}\n{first['content']}"}]
+        swapped = {"user": "assistant", "assistant": "user"}
+        for message in turns:
+            history.append({"role": swapped[message["role"]], "content": message["content"]})
         history = critic_messages(episode["task"], history)
         recited.append(episode | {"dialogue_history": history})
     write_jsonl(args.output, recited)

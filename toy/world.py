@@ -1,7 +1,7 @@
 """The embedded worlds: two small ColBench domains whose tasks are drawn by a program.
 
-For whoever wants to run every stage on a CPU in minutes, to test it, or to measure how true a
-critic's credit is. Nothing here is needed to understand SWEET-RL or to run it on real data.
+They serve to run every stage on a CPU in minutes, to test it, and to measure how true a critic's
+credit is. Nothing here is needed to understand SWEET-RL or to run it on real data.
 
 The backend world (toy/backend.py) asks for functions on a text, the frontend world
 (toy/frontend.py) for web pages. In both, the request leaves out most of what the human has in mind.
@@ -33,20 +33,20 @@ from toy.frontend import frontend_demonstrator, frontend_human, frontend_tasks
 class World(typing.NamedTuple):
     """How much there is to find out. `toy:backend:train:64/10/5/4-5` names all four.
 
-    A dialogue has nine turns (--max_turns 9 in runs/toy_flags.sh): eight questions, three more than
-    are needed at most, and the answer. docs/measured.md says what other worlds give.
+    A dialogue has nine turns (--max_turns 9 in runs/toy_flags.sh): eight questions, at least three
+    more than a task needs, and the answer. docs/measured.md says what other worlds give.
     """
 
     topics: int = 64  # 500 tasks are some eight of each: too few to learn a topic from outcomes
-    details: int = 10  # half of what can be asked is useful. Of 3 in 16, most pairs are ties
+    details: int = 10  # about half of them are useful; with 3 of 16, most pairs would be ties
     likely: int = 5  # details that a topic makes likely: what a policy can learn of it
-    needed: tuple = (4, 5)  # details that a task needs: one right question decides nothing
+    needed: tuple = (4, 5)  # details that a task needs: one right question is not enough
 
 
 class Habits(typing.NamedTuple):
-    """How often a demonstrator, which a base policy imitates, does what, as probabilities."""
+    """The habits of a demonstrator, which a base policy imitates, as probabilities."""
 
-    # Little is to be gained by answering earlier or later: what is left to learn is what to ask
+    # It answers at about the right time, so what is left to learn is what to ask
     answer_incomplete: float = 0.01  # answer although some detail is not known yet
     answer_complete: float = 0.9  # answer once all details are known
     ask_preferred: float = 0.0  # ask for a likely detail instead of any: what it knows of topics
@@ -85,14 +85,14 @@ def toy_tasks(spec, num_tasks=None):
 def read_world(name, spec):
     """The World of a name such as 256 or 64/16/5/2-3."""
     found = re.fullmatch(r"(\d+)(?:/(\d+)/(\d+)/(\d+)-(\d+))?", name)
-    world = World()
-    if found:
-        world = world._replace(topics=int(found[1]))
+    world = None
     if found and found[2]:
-        details, likely, least, most = map(int, found.groups()[1:])
-        world = World(world.topics, details, likely, tuple(range(least, most + 1)))
+        topics, details, likely, least, most = map(int, found.groups())
+        world = World(topics, details, likely, tuple(range(least, most + 1)))
+    elif found:
+        world = World(topics=int(found[1]))
     fewest = len(DETAILS) - len(OMITTED)
-    if not (found and world.needed and 1 <= world.topics <= len(TOPICS)
+    if not (world and world.needed and 1 <= world.topics <= len(TOPICS)
             and fewest <= world.details <= len(DETAILS) and world.likely <= world.details
             and 1 <= world.needed[0] and world.needed[-1] <= min(world.likely, max(NUMBERS))):
         raise SystemExit(
