@@ -107,45 +107,24 @@ def graded_rows(path):
 
 def log_episodes(path, prompt):
     """An episode for each line of a log. If lines have faults, it stops and lists these lines."""
-    episodes, samples, faults = [], {}, []  # samples: task -> the numbers of its dialogues
-    unnumbered, ignored, roles = [], set(), Counter()
+    episodes, faults, named = [], [], set()  # named: (task id, sample) of lines with a sample
+    ignored, roles = set(), Counter()
     for where, row in read_jsonl(path):
         wrong = faults_of(row)
+        if not wrong:
+            episode = log_episode(row, prompt, where)
+            task_id, sample = episode["task"]["task_id"], episode["sample"]
+            if (task_id, sample) in named:
+                wrong = [f"sample {sample} of task {task_id!r} a second time"]
         if wrong:
             faults.append(f"{where}: found {'; '.join(wrong)}")
-        if faults:
             continue
-        messages = [{"role": message["role"], "content": text_of(message)}
-                    for message in row["messages"]]
+        if sample is not None:
+            named.add((task_id, sample))
+        episodes.append(episode)
         ignored |= row.keys() - {"messages", "reward", *OPTIONS}
-        roles.update(message["role"] for message in messages)
-        system = prompt
-        if messages[0]["role"] in ("system", "developer"):  # two names for instructions
-            system = messages.pop(0)["content"]
-        before = [message["role"] for message in messages].index("assistant")
-        request = "\n".join(message["content"] for message in messages[:before])
-        key = row.get("task")
-        if key is None:
-            key = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        used, number = samples.setdefault(str(key), set()), row.get("sample")
-        if number in used:
-            faults.append(f"{where}: found sample {number} of task {key!r} a second time")
-            continue
-        if number is not None:
-            used.add(number)
-        episodes.append(complete_episode({
-            "task": {"task_id": str(key), "domain": "logged", "problem_description": request,
-                     "ground_truth": row.get("ground_truth") or ""},
-            "sample": number, "dialogue_history": messages,
-            "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
-            "agent_prompt": system or "", "leak": 0.0}, where))
-        if number is None:
-            unnumbered.append(episodes[-1])
-    for episode in unnumbered:  # only now, since a later line may have named a number
-        used = samples[episode["task"]["task_id"]]
-        free = itertools.count(len(used))
-        episode["sample"] = next(number for number in free if number not in used)
-        used.add(episode["sample"])
+        roles.update(message["role"] for message in row["messages"])
+    number_samples(episodes)
     if faults:
         more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
@@ -156,6 +135,36 @@ def log_episodes(path, prompt):
         listed = ", ".join(f"{harmless(role)} ({roles[role]})" for role in others)
         print(f"Unusual roles, whose messages are no turns of the agent: {listed}")
     return episodes
+
+
+def log_episode(row, prompt, where):
+    """The episode of a line without faults; its sample is None if the line names none."""
+    messages = [{"role": message["role"], "content": text_of(message)}
+                for message in row["messages"]]
+    if messages[0]["role"] in ("system", "developer"):  # two names for instructions
+        prompt = messages.pop(0)["content"]
+    before = [message["role"] for message in messages].index("assistant")
+    request = "\n".join(message["content"] for message in messages[:before])
+    task_id = row.get("task")
+    if task_id is None:
+        task_id = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    episode = complete_episode({
+        "task": {"task_id": str(task_id), "domain": "logged", "problem_description": request,
+                 "ground_truth": row.get("ground_truth") or ""},
+        "sample": row.get("sample"), "dialogue_history": messages,
+        "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
+        "agent_prompt": prompt or "", "leak": 0.0}, where)
+    return episode | {"sample": row.get("sample")}
+
+
+def number_samples(episodes):
+    """Give the episodes without a sample the free numbers of their task."""
+    for group in group_by_task(episodes).values():
+        used = {episode["sample"] for episode in group} - {None}
+        free = (number for number in itertools.count(len(used)) if number not in used)
+        for episode in group:
+            if episode["sample"] is None:
+                episode["sample"] = next(free)
 
 
 def text_of(message):

@@ -30,11 +30,7 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     path = Path(path)
     flags = {name: value for name, value in flags.items() if name != "output"}
     hashes = {str(name): file_hash(name) for name in inputs if name}
-    made = [name for name in ("config.json", RESUME, "metrics.jsonl")
-            if path.with_name(name).exists()]  # by a training
-    if path.name == "run.json" and made and not path.exists():
-        raise SystemExit(f"{path.parent}: found {made[0]} without the run.json that these scripts"
-                         " write, expected a new directory; choose another --output")
+    refuse_foreign_directory(path)
     if process.leads:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,33 +39,12 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path.parent}: found that nothing can be written there ({error}),"
                              " expected a directory for the output; choose another --output"
                              ) from None
-    resumes = path.is_file() and has_output(path)
-    grown = False
+    resumes, grown = path.is_file() and has_output(path), False
     if resumes:
-        output, before = output_of(path), read_run(path)
-        remove = f"the directory {output}" if output.is_dir() else f"{output}*"
+        before = read_run(path)
         changed, grown = changes_since(before, flags, hashes, may_differ)
-        if changed and before.get("script") != Path(sys.argv[0]).name:
-            raise SystemExit(f"{path}: found the output of {before.get('script')}, expected that of"
-                             f" the same command, or none; choose another {flag}")
-        if changed:
-            words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"]
-                     else name for name in changed]
-            moved = any(is_server(str(flags.get(name))) and not flags.get(f"{name}_model")
-                        for name in ("agent", "human") if name in changed)
-            hint = ("; the address of a server may change if --agent_model or --human_model names"
-                    " its model") if moved else ""
-            raise SystemExit(f"{path}: found the output of another run, which differs in"
-                             f" {', '.join(words)}; expected the same command, to resume it"
-                             f" ({', '.join(COUNTS)} may grow{hint}); choose another {flag} or"
-                             f" remove {remove}")
-        edited = [name for name, code in code_of_scripts().items()
-                  if before.get("code", {}).get(name, code) != code]
-        if edited:
-            raise SystemExit(f"{path}: found an output that other code has made, since"
-                             f" {', '.join(edited)} was edited; expected the same code, to resume"
-                             f" it; choose another {flag} or remove {remove} (or, if the"
-                             f' edit changes no result, remove "code" from {path.name})')
+        refuse_other_command(path, before, flags, changed, flag)
+        refuse_other_code(path, before, flag)
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
@@ -81,6 +56,45 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
                "versions": {"python": platform.python_version()} | versions,
                "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+
+
+def refuse_foreign_directory(path):
+    """Refuse a directory that holds a training of other programs, without our record."""
+    made = [name for name in ("config.json", RESUME, "metrics.jsonl")
+            if path.with_name(name).exists()]
+    if path.name == "run.json" and made and not path.exists():
+        raise SystemExit(f"{path.parent}: found {made[0]} without the run.json that these scripts"
+                         " write, expected a new directory; choose another --output")
+
+
+def refuse_other_command(path, before, flags, changed, flag):
+    """Refuse an output whose record `before` differs from this command in what has `changed`."""
+    if not changed:
+        return
+    if before.get("script") != Path(sys.argv[0]).name:
+        raise SystemExit(f"{path}: found the output of {before.get('script')}, expected that of"
+                         f" the same command, or none; choose another {flag}")
+    words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"] else name
+             for name in changed]
+    moved = any(is_server(str(flags.get(name))) and not flags.get(f"{name}_model")
+                for name in ("agent", "human") if name in changed)
+    hint = ("; the address of a server may change if --agent_model or --human_model names"
+            " its model") if moved else ""
+    raise SystemExit(f"{path}: found the output of another run, which differs in"
+                     f" {', '.join(words)}; expected the same command, to resume it"
+                     f" ({', '.join(COUNTS)} may grow{hint}); choose another {flag} or"
+                     f" remove {files_of(path)}")
+
+
+def refuse_other_code(path, before, flag):
+    """Refuse an output that a script made which was edited since."""
+    edited = [name for name, code in code_of_scripts().items()
+              if before.get("code", {}).get(name, code) != code]
+    if edited:
+        raise SystemExit(f"{path}: found an output that other code has made, since"
+                         f" {', '.join(edited)} was edited; expected the same code, to resume"
+                         f" it; choose another {flag} or remove {files_of(path)} (or, if the"
+                         f' edit changes no result, remove "code" from {path.name})')
 
 
 def is_finished(record):
@@ -95,6 +109,12 @@ def output_of(record):
     if record.name == "run.json":
         return record.parent
     return record.with_name(record.name.removesuffix(".run.json"))
+
+
+def files_of(record):
+    """What to remove, in words, to begin this output anew."""
+    output = output_of(record)
+    return f"the directory {output}" if output.is_dir() else f"{output}*"
 
 
 def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=lambda row: True,
