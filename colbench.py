@@ -67,7 +67,7 @@ def without_thoughts(text):
 
     Some chat templates put the opening tag into the prompt, so the text has only the closing one.
     """
-    _, end, said = text.rpartition(END_OF_THOUGHTS)
+    _, end, said = text.rpartition(END_OF_THOUGHTS)  # without the tag, `said` is the whole text
     if not end and text.lstrip().startswith(THOUGHTS):
         return None
     return said.strip()
@@ -231,8 +231,8 @@ class Domain(typing.NamedTuple):
 
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
-    # `flags` as keywords -> a judge: a context manager whose grade(task, answer) returns a
-    # judge.sandbox.Grade and may be called from many threads. None: rewards come from logs
+    # open_judge(**flags) opens the judge, a context manager. Many threads may call its
+    # grade(task, answer), which returns a judge.sandbox.Grade. None: rewards come from logs
     open_judge: typing.Callable | None
     # (task, history, prompt, judge) -> what the human reads
     human_view: typing.Callable = human_messages

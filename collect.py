@@ -76,12 +76,13 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     turns, answer, grade, error = 0, None, None, None
 
     def ask(speaker, messages):
-        key = (task["task_id"], sample)  # of the dialogue, whose KV cache a local model reuses
+        key = (task["task_id"], sample)  # a local model keeps the KV cache of a dialogue under it
         seed = derive_seed(rules.seed, *key, len(history))
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
         while answer is None:
+            party = "agent"  # whose turn it is
             said = ask(agent, agent_messages(history, prompt))
             turns += 1
             # what the human reads; `output` is all that the agent wrote, its thoughts included
@@ -90,18 +91,18 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                             "finished": said.finished})
             on_turn()
             if answer is None:
-                view = history  # what a scripted human reads
-                if not human.reads_history:
+                party = "human"
+                if human.reads_history:  # a scripted one
+                    view = history
+                else:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
                 reply = spoken(ask(human, view).text,
                                "raise --human_max_new_tokens, or turn the model's thinking off")
                 reply = reply[:rules.reply_chars or domain.reply_chars]
                 history.append({"role": "user", "content": reply})
+        party = "judge"  # which may ask a model, too
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:
-        party = "judge"  # which may ask a model, too
-        if answer is None:
-            party = "agent" if history[-1]["role"] == "user" else "human"  # whose turn it was
         error = f"{party}: {reason}"
     except Exception as bug:  # a night of rollouts must survive one odd dialogue
         error = f"{type(bug).__name__}: {bug}"
@@ -174,14 +175,13 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     For variants: another `open_agent`, the checkpoints `models` that it needs, and `notes` that go
     into every episode.
     """
-    # also sets args.human, .agent_prompt, .clip and .num_tasks where they were omitted
+    # fills in args.human, .agent_prompt, .clip and .num_tasks, which open_store then records
     tasks, domain, prompts, inputs = read_tasks_and_prompts(args, process)
     rules = Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     store = open_store(args, process, episode_key, inputs, models)
-    mine = store.missing(jobs)
-    if mine:
+    if store.missing(jobs):
         notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with open_judge(args, domain) as judge:
             human, agent = open_human(args, process, domain), open_agent(args, process)
@@ -190,8 +190,7 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules, on_turn) | notes
 
-            fill(store, mine, work, (agent, human, judge), in_flight=args.batch_size,
-                 all_keys=jobs)
+            fill(store, jobs, work, (agent, human, judge), in_flight=args.batch_size)
     return store.finish(jobs)
 
 
@@ -201,16 +200,16 @@ def collect_states(args, process):
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
     jobs = {state_key(state): state for state in states}
     store = open_store(args, process, state_key, args.states)
-    mine = store.missing(jobs)
-    if mine:
+    if store.missing(jobs):
         agent = open_agent(args, process)
-        # --batch_size counts texts, and a state asks for --num_candidates at once
+        # --batch_size counts texts, of which a state asks for --num_candidates; a local model wants
+        # several batches to wait, so that it can compute states of similar length together
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key, on_turn):  # no turn is played
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
-        fill(store, mine, work, (agent,), in_flight=at_once, all_keys=jobs)
+        fill(store, jobs, work, (agent,), in_flight=at_once)
     return store.finish(jobs)
 
 

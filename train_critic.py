@@ -27,8 +27,8 @@ To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
     what the loss knows    Row: a field for it (the episode's reward, for example), which
                            dialogue_row fills in
-    the advantage          advantage, NORMALISERS; a new parameter of it must also be passed by
-                           critic_objective, read by read_critic_flags and kept by Critic
+    the advantage          advantage, NORMALISERS; a new parameter of it also goes through
+                           critic_objective (training), read_critic_flags and Critic (ranking)
     the pairs              pair_episodes
     what the critic reads  PRIVILEGED, critic_messages: any field of the task. To show something
                            of the episode, add it to the task in dialogue_row and in states_of of
@@ -110,9 +110,9 @@ PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
-    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
-    with tests, a task without a success gives no pair. success_vs_failure pairs every
-    success with every failure; `all` pairs any two episodes of different reward.
+    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one,
+    unless the best failed its tests. success_vs_failure pairs every success with every failure;
+    `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -135,7 +135,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-# toy/base was trained on these words: with others, its critic starts from noise
+# toy/base has learnt to read this wording; after a change, train it anew (runs/make_toy_base.sh)
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=task["ground_truth"]),
@@ -172,8 +172,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Batches are sorted by it: rows of similar length need little
-        padding, and the candidates of a state, for which it is the same, stay together."""
+        """Tokens before the last turn. Batches are sorted by it, and not by length, since it is the
+        same for all candidates of a state: they stay together. Little padding is needed, too."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -188,16 +188,16 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
 
 
 def what_fits(rows, max_length):
-    """A clause on what `max_length` has cut; a dialogue that does not fit has no row (None)."""
+    """What `max_length` has cut, in words; a dialogue that does not fit has no row (None)."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows. An episode that does not fit has no row, and is in no pair."""
+    """Task id -> its pairs of rows, sorted by id. episode["row"] is None where it does not fit."""
     pairs_of = {}
-    for task_id, group in group_by_task(episodes).items():
+    for task_id, group in sorted(group_by_task(episodes).items()):
         fitting = [episode for episode in group if episode["row"]]
         pairs = pair_episodes(fitting, rule, margin) if fitting else []
         pairs_of[task_id] = [(chosen["row"], rejected["row"]) for chosen, rejected in pairs]
@@ -244,8 +244,8 @@ def set_reference(model, rows, run, rows_at_once):
     with run.scoring(model):
         found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
                         "reference")
-    for index, logprobs in found.items():
-        rows[index].reference = logprobs[:rows[index].turns]  # without the padding
+    for row, logprobs in zip(rows, found, strict=True):
+        row.reference = logprobs[:row.turns]  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def main(args):
         from fast.packed import turn_logprobs
     if args.episodes:
         if args.candidates:
-            read_candidates(args.candidates)  # a bad file is refused before the training
+            read_candidates(args.candidates)  # `rank` reads it; here, it refuses a bad file early
         train(args)
     if args.candidates:
         rank(args)
@@ -329,7 +329,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # what this critic ranked after fewer steps is outdated
+    # what this critic ranked after fewer steps is outdated, with its record and its parts
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
@@ -363,7 +363,7 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; `weight`, their number, makes it a sum
+        # FSDP averages gradients over the ranks; `weight`, the number of ranks, makes it a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -378,8 +378,7 @@ def train(args):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
                     metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
-            run.add("holdout", {"pairs": torch.tensor([len(held_out)], device=run.device)}, 1)
-        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
+        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)
 
@@ -535,7 +534,7 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
-        # ranking reads --output, --packed and --dtype, too
+        # all flags but these are of training
         of_training = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
         parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
     if args.privileged == "none":

@@ -23,8 +23,8 @@ Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
     the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
-                              for a loss without pi_ref (then omit set_reference). --episodes
-                              uses both
+                              for a loss without pi_ref (then omit set_reference). With
+                              --episodes they are the same
     what the loss knows       Row: a field for it (the advantage, for example), which
                               candidate_pairs fills in. For a loss per token, let turn_index
                               number the agent's tokens in place of its turns
@@ -115,9 +115,9 @@ PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
-    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one;
-    with tests, a task without a success gives no pair. success_vs_failure pairs every
-    success with every failure; `all` pairs any two episodes of different reward.
+    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one,
+    unless the best failed its tests. success_vs_failure pairs every success with every failure;
+    `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
@@ -160,8 +160,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Batches are sorted by it: rows of similar length need little
-        padding, and the candidates of a state, for which it is the same, stay together."""
+        """Tokens before the last turn. Batches are sorted by it, and not by length, since it is the
+        same for all candidates of a state: they stay together. Little padding is needed, too."""
         return self.turn_index.index(self.turns - 1)
 
 
@@ -172,7 +172,7 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
-        used = sorted({index for pair in pairs for index in pair})
+        used = sorted({index for pair in pairs for index in pair})  # others take no room
         encoded = encode_candidates(tokenizer, state["messages"],
                                     [state["candidates"][index] for index in used],
                                     [state["finished"][index] for index in used], max_length)
@@ -194,16 +194,16 @@ def dialogue_row(tokenizer, episode, max_length):
 
 
 def what_fits(rows, max_length):
-    """A clause on what `max_length` has cut; a dialogue that does not fit has no row (None)."""
+    """What `max_length` has cut, in words; a dialogue that does not fit has no row (None)."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows. An episode that does not fit has no row, and is in no pair."""
+    """Task id -> its pairs of rows, sorted by id. episode["row"] is None where it does not fit."""
     pairs_of = {}
-    for task_id, group in group_by_task(episodes).items():
+    for task_id, group in sorted(group_by_task(episodes).items()):
         fitting = [episode for episode in group if episode["row"]]
         pairs = pair_episodes(fitting, rule, margin) if fitting else []
         pairs_of[task_id] = [(chosen["row"], rejected["row"]) for chosen, rejected in pairs]
@@ -251,8 +251,8 @@ def set_reference(model, rows, run, rows_at_once):
     with run.scoring(model):
         found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
                         "reference")
-    for index, logprobs in found.items():
-        rows[index].reference = logprobs[:rows[index].turns]  # without the padding
+    for row, logprobs in zip(rows, found, strict=True):
+        row.reference = logprobs[:row.turns]  # without the padding
 
 
 # -----------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def read_candidate_pairs(tokenizer, args, run):
                          f" one state with --pairing {args.pairing}, expected at least one; sample"
                          " more candidates, or give another --pairing, or more than --max_length"
                          f" {args.max_length}")
-    return groups, custom_prompt(states, run.say)
+    return groups, custom_prompt(states, run.say)  # None if they had the domain's own
 
 
 def read_episode_pairs(tokenizer, args, run):
@@ -312,10 +312,9 @@ def read_episode_pairs(tokenizer, args, run):
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
-    pairs_of = dialogue_pairs(episodes, args.pairs, args.margin)
-    groups = [pairs_of[task_id] for task_id in sorted(pairs_of)]
+    groups = list(dialogue_pairs(episodes, args.pairs, args.margin).values())
     fits = what_fits([episode["row"] for episode in episodes], args.max_length)
-    run.say(f"{len(episodes)} episodes of {len(pairs_of)} tasks ({failed} failed ones omitted):"
+    run.say(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones omitted):"
             f" {sum(map(len, groups))} pairs; {fits}")
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
@@ -359,7 +358,7 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; `weight`, their number, makes it a sum
+        # FSDP averages gradients over the ranks; `weight`, the number of ranks, makes it a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

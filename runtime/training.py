@@ -93,15 +93,16 @@ class Run:
                 yield part[:1], 0
 
     def map(self, function, items, size, description):
-        """Index of an item -> its result; the ranks share the items.
+        """The result of each item; the ranks share the items.
 
         `function` takes a list of at most `size` items, and returns as many results.
         """
-        found = {}
+        found = {}  # index of an item -> its result
         parts = list(self.share(range(len(items)), size))
         for mine, _ in tqdm(parts, unit="batch", desc=description, **self.process.bar):
             found.update(zip(mine, function([items[index] for index in mine]), strict=True))
-        return self.gather(found)
+        found = self.gather(found)
+        return [found[index] for index in range(len(items))]
 
     def gather(self, mine):
         """One dictionary with what all ranks have found."""

@@ -18,13 +18,14 @@ from speakers.pool import run
 FIRST_BUG = threading.Lock()
 
 
-def fill(store, keys, work, speakers, in_flight, all_keys):
-    """Append the row work(key, on_turn) of each key as soon as it is there, `in_flight` at a time.
+def fill(store, keys, work, speakers, in_flight):
+    """Append the row work(key, on_turn) of each key that is missing, `in_flight` at a time.
 
-    `all_keys` are those that the file will have. It stops if a speaker is given up.
+    It stops if a speaker is given up.
     """
-    waiting = (key for key in keys if not any(speaker.given_up for speaker in speakers))
-    with Progress(store.rows.values(), len(all_keys), store.process) as progress:
+    waiting = (key for key in store.missing(keys)
+               if not any(speaker.given_up for speaker in speakers))
+    with Progress(store.rows.values(), len(keys), store.process) as progress:
 
         def work_and_keep(key):  # in a thread of its own: a kill loses nothing that was finished
             row = work(key, progress.turn)
@@ -36,7 +37,7 @@ def fill(store, keys, work, speakers, in_flight, all_keys):
     if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
         # Such a speaker may be misnamed. Rows that ended without asking it would count as output,
         # and this output would refuse the corrected command
-        store.discard(set(all_keys) - store.rows.keys())
+        store.discard(set(keys) - store.rows.keys())
     stop_if_given_up(*speakers)
 
 

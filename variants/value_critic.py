@@ -222,8 +222,7 @@ def train(args):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, size):
                     run.add("holdout", value_objective(model, mine), weight / len(held_out))
-            run.add("holdout", {"pairs": torch.tensor([len(held_out)], device=run.device)}, 1)
-        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
+        run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, reader.sight.processor if reader.sight else reader.tokenizer)
 
