@@ -104,7 +104,7 @@ def can_pack(model):
     With sliding windows, attention sinks or recurrent layers, each row is computed alone.
     """
     config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+    if getattr(config, "sliding_window", None):
         return False
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     plain = model.config._attn_implementation == "sdpa" and not model._is_stateful

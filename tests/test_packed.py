@@ -12,8 +12,9 @@ from train_critic import Row, turn_logprobs
 
 TOKENIZER = byte_tokenizer()
 FAMILIES = [("llama", False), ("llama", True), ("qwen2", False), ("qwen3", False),
-            ("phi3", False), ("smollm3", False), ("olmo2", False), ("mixtral", False),
-            *((family, False) for family in WINDOWS)]
+            ("phi3", False), ("smollm3", False), ("olmo2", False), ("mixtral", False)]
+ALONE = (*WINDOWS, "mpt", "minimax")  # biased scores, linear attention
+FAMILIES += [(family, False) for family in ALONE]
 
 
 def candidate_rows(request, texts):
@@ -52,7 +53,7 @@ def values_and_gradient(function, model, rows):
 @pytest.mark.parametrize("family, tied", FAMILIES)
 def test_values_and_gradients_are_those_of_the_plain_function(family, tied):
     model = tiny_model(TOKENIZER, family, tied)
-    assert packed.can_pack(model) == (family not in WINDOWS)
+    assert packed.can_pack(model) == (family not in ALONE)
     for seed in range(4):
         rows = random_rows(seed)
         plain, tokens, gradient = values_and_gradient(turn_logprobs, model, rows)
