@@ -146,8 +146,9 @@ PRIVILEGED = {  # name -> what stands in front of the request, from the task
 def critic_messages(task, messages, privileged="ground_truth"):
     """What critic and reference see: the agent's messages, with the solution c in front."""
     if privileged == "ground_truth" and not task["ground_truth"].strip():  # only logs may lack it
-        raise SystemExit(f"task {task['task_id']}: found no ground_truth, expected what was known"
-                         " only afterwards; add it to the logs, or train with --privileged none")
+        raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
+                         " known only afterwards; add it to the logs, or train with --privileged"
+                         " none")
     first = first_request(messages)
     content = PRIVILEGED[privileged](task) + messages[first]["content"]
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def import_command(args):
     print(said)
     if failed:
         print(f"Episodes that an error has stopped, which no stage uses: {failed}")
-    unknown = sum(not episode["task"]["ground_truth"] for episode in episodes)
+    unknown = sum(not episode["task"]["ground_truth"].strip() for episode in episodes)
     if unknown:
         print(f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
               " all of them, or --privileged none.")
@@ -141,15 +142,19 @@ def log_episode(row, prompt, where):
     """The episode of a line without faults; its sample is None if the line names none."""
     messages = [{"role": message["role"], "content": text_of(message)}
                 for message in row["messages"]]
-    if messages[0]["role"] in ("system", "developer"):  # two names for instructions
-        prompt = messages.pop(0)["content"]
-    before = [message["role"] for message in messages].index("assistant")
-    request = "\n".join(message["content"] for message in messages[:before])
+    turn = [message["role"] for message in messages].index("assistant")
+    opening = [message["content"] for message in messages[:turn]]
     task_id = row.get("task")
     if task_id is None:
-        task_id = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        text = "\n".join(opening)
+        task_id = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    if messages[0]["role"] in ("system", "developer"):  # two names for instructions
+        del messages[0]
+        # as the file of these instructions is read back from the policy's checkpoint
+        prompt = re.sub("\r\n?", "\n", opening.pop(0)).strip()
     episode = complete_episode({
-        "task": {"task_id": str(task_id), "domain": "logged", "problem_description": request,
+        "task": {"task_id": str(task_id), "domain": "logged",
+                 "problem_description": "\n".join(opening),
                  "ground_truth": row.get("ground_truth") or ""},
         "sample": row.get("sample"), "dialogue_history": messages,
         "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),

@@ -1,7 +1,7 @@
 """`colbench.py websight`: rows of WebSight as frontend tasks."""
 
 from judge.pages import official_addresses
-from runtime.files import expect, read_jsonl, write_jsonl
+from runtime.files import as_jsonl, expect, read_jsonl, write_new
 
 TRAIN_ROWS = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones
 
@@ -17,4 +17,4 @@ def websight(rows_path, train_path, test_path=None):
     parts = tasks[:TRAIN_ROWS], tasks[TRAIN_ROWS:]
     for path, part in zip((train_path, test_path), parts, strict=True):
         if path:
-            write_jsonl(path, part)
+            write_new(path, as_jsonl(part))

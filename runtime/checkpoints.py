@@ -63,13 +63,9 @@ def is_complete(output, max_steps, process):
     if to_resume:
         to_resume = read_state(state, process)["step"] < (max_steps or math.inf)
     process.barrier()  # all ranks have looked
-    if process.leads:
-        if to_resume:
-            (output / "config.json").unlink()  # while files are replaced, nothing may open them
-        else:
-            remove_leftovers(output)
-            print(f"{output}: training is complete")
-    process.barrier()
+    if process.leads and not to_resume:
+        remove_leftovers(output)
+        print(f"{output}: training is complete")
     return not to_resume
 
 
@@ -165,11 +161,11 @@ def read_state(folder, process):
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise SystemExit(f"{path}: found a state that cannot be read"
                          f" ({str(error).splitlines()[0]}), expected one that this command saved;"
-                         " remove the folder to start again") from None
+                         f" remove the folder {folder.parent} to start again") from None
     if state is None or state["world"] != process.world:
         raise SystemExit(f"{folder}: found the state of a run of {found} processes, expected"
-                         f" {process.world}; use as many as before, or remove the folder to start"
-                         " again")
+                         f" {process.world}; use as many as before, or remove the folder"
+                         f" {folder.parent} to start again")
     return state
 
 

@@ -61,7 +61,7 @@ def read_prompt(path):
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        return Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"{path}: found no instructions ({error}), expected a file of plain UTF-8"
                          " text") from None
@@ -104,9 +104,9 @@ class ResumableJsonl:
 
     `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
     network file systems cannot append to one file from several machines. The leader merges them: at
-    the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
-    all that earlier runs left, of whatever number of ranks. Rows for which `keep(row)` is false
-    (failed ones) are dropped at the start, to be made again.
+    the start into FILE.rank0, from whatever number of ranks; at the end into FILE, which is
+    finished if none of them stands beside it. Rows for which `keep(row)` is false (failed ones)
+    count as missing, to be made again.
     """
 
     def __init__(self, path, key, process, keep=lambda row: True):
@@ -114,10 +114,12 @@ class ResumableJsonl:
         self.part = Path(f"{path}.rank{process.rank}")
         if process.leads:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in self.whole_rows(self.path) if keep(row)]
-            self._merge({key(row): row for row in rows}.values(), self.part)
+            parts = self.parts(path)
+            if parts:
+                rows = {key(row): row for row in self.rows_of(parts) if keep(row)}
+                self._merge(rows.values(), self.part, parts)
         process.barrier()  # nobody reads or appends before the leader has tidied up
-        self.rows = {key(row): row for row in self.whole_rows(self.path)}
+        self.rows = {key(row): row for row in self.whole_rows(path) if keep(row)}
         process.barrier()  # nobody appends before all have read
 
     def missing(self, keys):
@@ -139,6 +141,8 @@ class ResumableJsonl:
         if self.part.exists():
             rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
             write_jsonl(self.part, [row for row in rows if self.key(row) not in keys])
+            if not self.part.stat().st_size:
+                self.part.unlink()
 
     def finish(self, order):
         """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
@@ -148,6 +152,7 @@ class ResumableJsonl:
         self.process.barrier()
         ordered = []
         if self.process.leads:
+            # of two rows with one key, a failed one and its retry, the later one counts
             rows = {self.key(row): row for row in self.whole_rows(self.path)}
             missing = [key for key in order if key not in rows]
             if missing:
@@ -155,30 +160,39 @@ class ResumableJsonl:
                                  f" {len(order)} are missing), expected all; rerun the same command"
                                  " to make them")
             ordered = [rows[key] for key in order]
-            self._merge(ordered, self.path)
+            self._merge(ordered, self.path, self.parts(self.path))
         self.process.barrier()
         return ordered
 
     @staticmethod
-    def files(path):
-        """The file, and those of the ranks that are not merged yet."""
+    def parts(path):
+        """The files of the ranks that are not merged yet."""
         path = Path(path)
-        parts = [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
-                 if re.fullmatch(r"\.rank\d+", file.name.removeprefix(path.name))]
-        return [file for file in (path, *parts) if file.exists()]
+        return [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
+                if re.fullmatch(r"\.rank\d+", file.name.removeprefix(path.name))]
+
+    @staticmethod
+    def files(path):
+        """The file, where it is there, and those of the ranks."""
+        return [file for file in [Path(path)] if file.exists()] + ResumableJsonl.parts(path)
 
     @staticmethod
     def refuse_unfinished(path):
         """Stop if the run that makes the file at `path` has not finished it."""
-        unfinished = [file.name for file in ResumableJsonl.files(path) if file != Path(path)]
-        if unfinished:
-            raise SystemExit(f"{path}: found {unfinished[0]} beside it, so the run that makes this"
+        parts = ResumableJsonl.parts(path)
+        if parts:
+            raise SystemExit(f"{path}: found {parts[0].name} beside it, so the run that makes this"
                              " file has not finished, expected all of its rows; rerun its command")
 
     @staticmethod
     def whole_rows(path):
-        """The rows of the file and of the ranks' files, without half lines that a kill left."""
-        for file in ResumableJsonl.files(path):
+        """The rows of the file and of the ranks' files."""
+        return ResumableJsonl.rows_of(ResumableJsonl.files(path))
+
+    @staticmethod
+    def rows_of(files):
+        """The rows of files, without half lines that a kill left."""
+        for file in files:
             for line in file.read_bytes().splitlines():
                 try:
                     row = json.loads(line)
@@ -187,10 +201,10 @@ class ResumableJsonl:
                 if isinstance(row, dict):
                     yield row
 
-    def _merge(self, rows, target):
-        """Write `rows` to `target`, and remove the other files, which they came from."""
-        if rows or self.files(self.path):
-            write_jsonl(target, rows)
-        for file in self.files(self.path):
+    @staticmethod
+    def _merge(rows, target, files):
+        """Write `rows` to `target`, and remove the other `files`, which they came from."""
+        write_jsonl(target, rows)
+        for file in files:
             if file != target:
                 file.unlink()

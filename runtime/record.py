@@ -17,6 +17,7 @@ from runtime.files import ResumableJsonl, write_atomically
 from runtime.names import check_checkpoint, is_server
 
 RESUME = "resume"  # the folder of a run's training state, in its output
+RUNNERS = ("pytest", "__main__.py", "-c", "ipykernel_launcher.py")  # they run any script's `main`
 COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
 
 
@@ -28,7 +29,9 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     may grow. A command that has produced no output yet may be replaced by another.
     """
     path = Path(path)
-    flags = {name: value for name, value in flags.items() if name != "output"}
+    # the shell's completion ends directories in a slash
+    flags = {name: value.rstrip("/") if isinstance(value, str) else value
+             for name, value in flags.items() if name != "output"}
     hashes = {str(name): file_hash(name) for name in inputs if name}
     refuse_foreign_directory(path)
     if process.leads:
@@ -68,12 +71,16 @@ def refuse_foreign_directory(path):
 
 
 def refuse_other_command(path, before, flags, changed, flag):
-    """Refuse an output whose record `before` differs from this command in what has `changed`."""
-    if not changed:
-        return
-    if before.get("script") != Path(sys.argv[0]).name:
+    """Refuse an output whose record `before` differs from this command in what has `changed`.
+
+    Another script is another command even with the same flags: it may be an edited copy.
+    """
+    scripts = {before.get("script"), Path(sys.argv[0]).name}
+    if len(scripts) > 1 and (changed or scripts.isdisjoint(RUNNERS)):
         raise SystemExit(f"{path}: found the output of {before.get('script')}, expected that of"
                          f" the same command, or none; choose another {flag}")
+    if not changed:
+        return
     words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"] else name
              for name in changed]
     moved = any(is_server(str(flags.get(name))) and not flags.get(f"{name}_model")

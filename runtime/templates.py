@@ -46,31 +46,66 @@ def render(tokenizer, messages, add_generation_prompt=True):
     """
     import jinja2
 
-    # Some templates print today's date, so prompts would change daily. Llama 3.2's takes another
-    # one; others ask a function, which is replaced here.
+    opens_with_system = messages[0]["role"] == "system" and len(messages) > 1
+    if opens_with_system and leaves_out(tokenizer, "system"):
+        return render(tokenizer, without_system(messages), add_generation_prompt)
+    for role in {message["role"] for message in messages if message["content"]}:
+        if leaves_out(tokenizer, role):
+            raise SystemExit(
+                f"{tokenizer.name_or_path}: found a chat template that leaves out what messages of"
+                f" the role {role!r} say, expected one that writes it; give a model with such a"
+                " template, or give these messages the role 'user'")
+    try:
+        return applied(tokenizer, messages, add_generation_prompt)
+    except jinja2.TemplateError as error:
+        if opens_with_system:
+            return render(tokenizer, without_system(messages), add_generation_prompt)
+        roles = ", ".join(message["role"] for message in messages)
+        raise SystemExit(
+            f"the chat template of {tokenizer.name_or_path} refuses the dialogue that begins"
+            f" with {str(messages[0]['content'])[:80]!r}, of the roles {roles} ({error});"
+            " expected roles that it takes; give a model with such a template, or leave these"
+            " messages out") from None
+
+
+def applied(tokenizer, messages, add_generation_prompt=True):
+    """What the template makes of messages, on the same day every day.
+
+    Some templates print today's date, so prompts would change daily. Llama 3.2's takes another
+    one; others ask a function, which is replaced here.
+    """
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt,
                "date_string": DATE}
     template = tokenizer.chat_template
     if isinstance(template, str) and "strftime_now" in template:
         options["chat_template"] = (
             "{%- macro strftime_now(format) %}" + DATE + "{% endmacro -%}" + template)
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+@functools.lru_cache(maxsize=64)
+def leaves_out(tokenizer, role):
+    """Whether the chat template does not know this role, and silently writes nothing of it."""
+    import jinja2
+
+    if role in str(tokenizer.chat_template):  # toy/base's has learnt without instructions
+        return False
+    request, other = {"role": "user", "content": "x"}, {"role": role, "content": "y"}
+    messages = [other, request] if role == "system" else [request, other]
     try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except jinja2.TemplateError as error:
-        if messages[0]["role"] != "system" or len(messages) < 2:
-            roles = ", ".join(message["role"] for message in messages)
-            raise SystemExit(
-                f"the chat template of {tokenizer.name_or_path} refuses the dialogue that begins"
-                f" with {str(messages[0]['content'])[:80]!r}, of the roles {roles} ({error});"
-                " expected roles that it takes; give a model with such a template, or leave these"
-                " messages out") from None
-        system, content = messages[0]["content"] + "\n\n", messages[1]["content"]
-        if isinstance(content, str):
-            content = system + content
-        else:
-            content = [{"type": "text", "text": system}, *content]
-        first = {"role": "user", "content": content}
-        return render(tokenizer, [first] + messages[2:], add_generation_prompt)
+        return applied(tokenizer, messages) == applied(tokenizer, [request])
+    except jinja2.TemplateError:
+        return False
+
+
+def without_system(messages):
+    """The messages with the system message at the head of the first request."""
+    system, content = messages[0]["content"] + "\n\n", messages[1]["content"]
+    if isinstance(content, str):
+        content = system + content
+    else:
+        content = [{"type": "text", "text": system}, *content]
+    return [{"role": "user", "content": content}, *messages[2:]]
 
 
 def prompt_ids(tokenizer, texts):

@@ -148,6 +148,8 @@ class Run:
     def resume(self, model, optimizer):
         """The step to begin with: 0, or where the last saved state of this command ends."""
         start = load_state(self.output / RESUME, model, optimizer, self.process)
+        if self.process.leads:  # nothing may open the checkpoint of fewer steps any more
+            (self.output / "config.json").unlink(missing_ok=True)
         if self.process.leads and self.log_file.exists():  # what follows is written again
             lines = [line for line in self.log_file.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line)["step"] < start]

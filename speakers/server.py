@@ -29,7 +29,8 @@ TRANSIENT_STATUS = (408, 409, 425, 429)  # worth a retry, as all from 500 up exc
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 # before any answer: the key, the path, the model's name, or an address that has moved
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
-SENSELESS = (ValueError, KeyError, TypeError, RecursionError)  # of a body that was read
+# of a body that was read
+SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
@@ -118,7 +119,7 @@ class ServerSpeaker(Speaker):
                 reason, asked_pause = str(error), error.seconds
             except (OSError, http.client.HTTPException, *SENSELESS) as error:
                 # the connection was closed, nothing came, or the body is cut or makes no sense
-                reason = harmless(f"{type(error).__name__}: {error}")
+                reason = self._shown(f"{type(error).__name__}: {error}")
             else:
                 self.failures_in_a_row, self.failing_since, self.told = 0, None, False
                 self.has_answered = True
@@ -152,7 +153,8 @@ class ServerSpeaker(Speaker):
             self.told |= tell
         if tell:
             tqdm.write(f"{self.url}: no answer for {silence:.0f} seconds ({reason}); it is asked"
-                       " again and again, so it may be restarted", sys.stderr)
+                       " again, and if that does not help, the run ends and can be resumed",
+                       sys.stderr)
         return silence > MAX_SILENCE * self.timeout
 
     def _ask(self, path, body, timeout):
@@ -179,12 +181,15 @@ class ServerSpeaker(Speaker):
             raise SpeakerError(reason, refused=error.code in REFUSED_STATUS) from None
 
     def _detail(self, error):
-        """The beginning of an error's body, without the API key, which some servers repeat."""
+        """The beginning of an error's body."""
         detail = error.read(1 << 16).decode(errors="replace")
+        return self._shown(" ".join(detail.split()))  # pages of proxies have many lines
+
+    def _shown(self, text):
+        """A server's words for a message, without the API key, which some servers repeat."""
         if self.key:
-            detail = detail.replace(self.key, "(the API key)")
-        detail = " ".join(detail.split())  # pages of proxies have many lines
-        return harmless(detail)[:DETAIL_CHARACTERS]  # cut last: no part of a key is left
+            text = text.replace(self.key, "(the API key)")
+        return harmless(text)[:DETAIL_CHARACTERS]  # cut last: no part of a key is left
 
     # -------------------------------------------------------------------------
     # The check at the start
@@ -286,6 +291,8 @@ def retry_after(error):
 
 def utterances_of(answer):
     """What an answer to /chat/completions says; an error if it has no text."""
+    if "choices" not in answer and "error" in answer:
+        raise ValueError(f"an error in place of an answer: {answer['error']}")
     choices = answer["choices"]
     if not choices:
         raise ValueError("an answer without choices")

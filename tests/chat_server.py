@@ -18,13 +18,16 @@ from runtime.seeds import derive_seed
 TIMEOUT = 0.6  # of the client, in seconds
 FAULTS = (
     "429", "500", "503", "error without end", "cut body", "not JSON", "not an object",
-    "empty choices", "no text", "silence", "closed connection", "drops", "brackets",
+    "empty choices", "no text", "no message", "an error", "silence", "closed connection", "drops",
+    "brackets",
 )
 SENSELESS_BODIES = {
     "not JSON": b"<html>",
     "not an object": b'["choices"]',
     "empty choices": b'{"choices": []}',
     "no text": b'{"choices": [{"message": {"content": null}}]}',
+    "no message": b'{"choices": [{"message": null}]}',
+    "an error": b'{"error": {"message": "no credits left"}}',
     "brackets": b"[" * 100_000,
 }
 SPREAD = 0.9  # of the logarithm of the latencies

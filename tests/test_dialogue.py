@@ -283,6 +283,24 @@ def test_a_candidate_is_the_turn_that_it_becomes_even_after_a_turn_of_the_agent(
     assert short == encode_dialogue(tokenizer, [DIALOGUE[0], spoken[1]])[0] and dropped == 1
 
 
+NO_OTHER_ROLES = (  # it writes nothing of them, and does not say so
+    "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '<start>user\n' + m['content'] + '<end>' }}"
+    "{% elif m['role'] == 'assistant' %}{{ '<start>agent\n' + m['content'] + '<end>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start>agent\n' }}{% endif %}")
+
+
+def test_what_a_template_would_leave_out_opens_the_request_or_is_refused():
+    tokenizer = byte_tokenizer(NO_OTHER_ROLES)
+    told = [{"role": "system", "content": "Be brief."}, *dialogue("t", "a", "b")]
+    assert render(tokenizer, told) == render(tokenizer, dialogue("Be brief.\n\nt", "a", "b"))
+    for role in ("tool", "system"):
+        with pytest.raises(SystemExit, match=f"leaves out what messages of the role '{role}' say"):
+            render(tokenizer, [*dialogue("t"), {"role": role, "content": "It rains."}])
+        assert "It rains." in render(byte_tokenizer(PLAIN), [
+            *dialogue("t"), {"role": role, "content": "It rains."}])
+
+
 def test_the_example_in_the_docstring_holds():
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{{ '<bos>' if m['role'] == 'user' else '<start>' }}"

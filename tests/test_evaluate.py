@@ -169,6 +169,15 @@ def test_few_tasks_settle_nothing_however_clear_they_are(tmp_path, tasks, settle
     assert lead["difference"]["low"] < 1 == lead["difference"]["value"]
 
 
+def test_many_small_wins_do_not_settle_what_a_few_great_losses_undo(tmp_path):
+    def pages(gains):
+        return [episode(task, reward=0.5 + gain, domain="frontend")
+                for task, gain in enumerate(gains)]
+
+    (lead,) = evaluated(tmp_path, a=pages([0.1] * 25 + [-0.4] * 5), b=pages([0] * 30))["leads"]
+    assert lead["sign_test_p"] < 0.05 and not lead["settled"]
+
+
 def test_policies_that_tie_on_every_task_still_have_an_interval(tmp_path):
     (lead,) = evaluated(tmp_path, a=outcomes(4, 4), b=outcomes(4, 4))["leads"]
     ends = [lead["difference"][key] for key in ("low", "value", "high")]

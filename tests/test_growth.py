@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from conftest import (
-    ROOT, differing_weights, metrics, refusal, run_script, training, write_episodes)
+    ROOT, differing_weights, metrics, refusal, run_python, run_script, training, write_episodes)
 
+from runtime.files import ResumableJsonl, read_jsonl
 from runtime.processes import Process
 from runtime.record import changes_since, claim_output, open_rows
 
@@ -67,6 +68,47 @@ def test_changed_flags_are_named_unless_outputs_grow_or_servers_move(before, now
     assert changes_since(record, now | {"seed": 1}, {}, ()) == ([*differing, "seed"], grows)
 
 
+def test_an_edited_copy_of_a_script_does_not_take_over_the_output_of_the_original(
+        tmp_path, monkeypatch):
+    for script in ("train_policy.py", "train_policy.py", "train_policy_ipo.py"):
+        monkeypatch.setattr(sys, "argv", [script])
+        if script == "train_policy_ipo.py":
+            (tmp_path / "metrics.jsonl").touch()
+            with pytest.raises(SystemExit, match="the output of train_policy.py, expected"):
+                claim_output(tmp_path / "run.json", {}, [], Process(0, 1, "cpu"))
+        else:
+            claim_output(tmp_path / "run.json", {}, [], Process(0, 1, "cpu"))
+
+
+def test_a_slash_that_the_shell_adds_to_a_directory_makes_no_other_command(tmp_path):
+    for model in ("toy/base", "toy/base/"):
+        claim_output(tmp_path / "run.json", {"model": model}, [], Process(0, 1, "cpu"))
+        (tmp_path / "metrics.jsonl").touch()
+
+
+def test_a_retry_that_cannot_begin_leaves_the_finished_file_as_it_was(tmp_path):
+    path, process = tmp_path / "e.jsonl", Process(0, 1, "cpu")
+
+    def opened():
+        return open_rows(path, {}, [], process, lambda row: row["a"],
+                         keep=lambda row: not row["error"])
+
+    rows = [{"a": 1, "error": None}, {"a": 2, "error": "no answer"}]
+    store = opened()
+    for row in rows:
+        store.append(row)
+    store.finish([1, 2])
+    assert opened().missing([1, 2]) == [2]
+    assert [row for _, row in read_jsonl(path)] == rows
+    ResumableJsonl.refuse_unfinished(path)
+    again = opened()
+    again.append({"a": 2, "error": None})
+    with pytest.raises(SystemExit, match="has not finished"):
+        ResumableJsonl.refuse_unfinished(path)
+    assert opened().missing([1, 2]) == []  # as after a kill
+    assert opened().finish([1, 2]) == [{"a": 1, "error": None}, {"a": 2, "error": None}]
+
+
 def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
 
@@ -77,6 +119,12 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     train("cut", "--max_steps", 2)
     assert len(metrics(tmp_path / "cut")) == 2
     assert "training is complete" in train("cut", "--max_steps", 2).stdout
+    ending = ("import train_policy, sys\n"
+              "train_policy.open_to_train = lambda *_: sys.exit()\n"
+              "train_policy.main(train_policy.parse_args())")
+    run_python("-c", ending, *training(
+        episodes, tiny(), tmp_path / "cut", "--epochs", 3, "--batch_size", 2, "--max_steps", 4))
+    assert (tmp_path / "cut/config.json").is_file()  # before its first step, the model stays usable
     train("cut", "--max_steps", 4)
     assert len(metrics(tmp_path / "cut")) == 4
     train("cut")

@@ -133,6 +133,18 @@ def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_p
     assert episode["task"]["task_id"] == "7"
 
 
+def test_dialogues_without_a_task_are_compared_if_all_before_the_first_turn_is_the_same(tmp_path):
+    def told(system):
+        return log_line(messages=[{"role": "system", "content": system}, *dialogue("hi", "yes")])
+
+    episodes, _ = imported(tmp_path, told("Book a table.\r\nNow.\n"), told("Write a poem."),
+                           told("Write a poem."))
+    one, two, three = (episode["task"]["task_id"] for episode in episodes)
+    assert one != two == three
+    # as a policy's checkpoint gives its instructions back
+    assert episodes[0]["agent_prompt"] == "Book a table.\nNow."
+
+
 def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_dropped(tmp_path):
     messages = [{"role": "developer", "content": "Be brief."}, *dialogue("hi", "yes")]
     messages[2]["output"] = "another text"

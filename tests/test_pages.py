@@ -69,6 +69,8 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, m
     assert [task["problem_description"] for task in train] == ["idea 0", "idea 1"]
     assert [task["problem_description"] for task in test] == ["idea 2"]
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
+    with pytest.raises(SystemExit, match="found something else"):
+        websight(tmp_path / "rows.jsonl", tmp_path / "rows.jsonl")
 
 
 def test_websight_makes_the_folders_of_its_files_or_ends_with_a_sentence(tmp_path):

@@ -126,6 +126,12 @@ def test_every_fault_is_survived_and_changes_no_text(impatient, fault):
     assert server.seen_faults == {None, fault}
 
 
+def test_an_error_that_comes_as_an_answer_is_quoted(impatient):
+    with running(echo, fault_rate=1.0, faults=["an error"]) as server:
+        error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
+    assert "no credits left" in str(error)
+
+
 @pytest.mark.parametrize("address", ["http://[::1/v1", f"http://{'a' * 64}.org/v1"])
 def test_an_address_that_can_be_none_is_refused_at_once(address):
     with pytest.raises(SystemExit, match="found no address of a server, expected one such as"):

@@ -16,6 +16,8 @@ All other flags are collect.py's. Reads tasks and a critic; writes episodes as c
 and no way to serve a policy. The critic's reference sees the solution, too, as in Eq. (3), even if
 the critic has ranked with --reference plain.
 
+Torchrun would take `--n` for a flag of its own, so give it `--` before the name of this script.
+
 To choose in another way, add a class with a method `best` and an attribute `given_up`, and name it
 in `open_choice`.
 
