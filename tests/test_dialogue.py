@@ -275,8 +275,8 @@ def test_a_candidate_is_the_turn_that_it_becomes_even_after_a_turn_of_the_agent(
     tokenizer = byte_tokenizer(template)
     spoken = [{"role": "assistant", "content": text} for text in ("I call.", "It is done.")]
     whole, _ = encode_dialogue(tokenizer, [DIALOGUE[0], *spoken])
-    (ids, turn_index, _), = encode_candidates(
-        tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], 8192)
+    (ids, turn_index, _), = encode_candidates(  # which just fits
+        tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], len(whole))
     assert ids == whole and tokenizer.decode(ids[turn_index.index(0):]) == "It is done.<end>"
     (short, _, dropped), = encode_candidates(
         tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], len(whole) - 1)
