@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 
@@ -104,20 +105,20 @@ class ResumableJsonl:
 
     `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
     network file systems cannot append to one file from several machines. The leader merges them: at
-    the start into FILE.rank0, from whatever number of ranks; at the end into FILE, which is
-    finished if none of them stands beside it. Rows for which `keep(row)` is false (failed ones)
-    count as missing, to be made again.
+    the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
+    all that an unfinished run left, of whatever number of ranks. A finished FILE stays until its
+    first new row. Rows for which `keep(row)` is false (failed ones) are dropped, to be made again.
     """
 
     def __init__(self, path, key, process, keep=lambda row: True):
         self.path, self.key, self.process = Path(path), key, process
         self.part = Path(f"{path}.rank{process.rank}")
+        self.lock = threading.Lock()  # threads append rows
         if process.leads:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            parts = self.parts(path)
-            if parts:
-                rows = {key(row): row for row in self.rows_of(parts) if keep(row)}
-                self._merge(rows.values(), self.part, parts)
+            if self.parts(path):
+                rows = [row for row in self.whole_rows(path) if keep(row)]
+                self._merge({key(row): row for row in rows}.values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
         self.rows = {key(row): row for row in self.whole_rows(path) if keep(row)}
         process.barrier()  # nobody appends before all have read
@@ -129,20 +130,22 @@ class ResumableJsonl:
 
     def append(self, row):
         line = (json.dumps(row) + "\n").encode()
-        descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            if os.write(descriptor, line) != len(line):
-                raise OSError(f"{self.part}: only part of a line could be written")
-        finally:
-            os.close(descriptor)
+        with self.lock:
+            if self.process.leads and self.path.exists():  # finished by an earlier run
+                write_jsonl(self.part, self.rows.values())
+                self.path.unlink()
+            descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                if os.write(descriptor, line) != len(line):
+                    raise OSError(f"{self.part}: only part of a line could be written")
+            finally:
+                os.close(descriptor)
 
     def discard(self, keys):
         """Remove rows that this process has appended."""
         if self.part.exists():
             rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
             write_jsonl(self.part, [row for row in rows if self.key(row) not in keys])
-            if not self.part.stat().st_size:
-                self.part.unlink()
 
     def finish(self, order):
         """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
@@ -160,7 +163,7 @@ class ResumableJsonl:
                                  f" {len(order)} are missing), expected all; rerun the same command"
                                  " to make them")
             ordered = [rows[key] for key in order]
-            self._merge(ordered, self.path, self.parts(self.path))
+            self._merge(ordered, self.path)
         self.process.barrier()
         return ordered
 
@@ -186,13 +189,8 @@ class ResumableJsonl:
 
     @staticmethod
     def whole_rows(path):
-        """The rows of the file and of the ranks' files."""
-        return ResumableJsonl.rows_of(ResumableJsonl.files(path))
-
-    @staticmethod
-    def rows_of(files):
-        """The rows of files, without half lines that a kill left."""
-        for file in files:
+        """The rows of the file and of the ranks' files, without half lines that a kill left."""
+        for file in ResumableJsonl.files(path):
             for line in file.read_bytes().splitlines():
                 try:
                     row = json.loads(line)
@@ -201,10 +199,9 @@ class ResumableJsonl:
                 if isinstance(row, dict):
                     yield row
 
-    @staticmethod
-    def _merge(rows, target, files):
-        """Write `rows` to `target`, and remove the other `files`, which they came from."""
+    def _merge(self, rows, target):
+        """Write `rows` to `target`, and remove the other files, which they came from."""
         write_jsonl(target, rows)
-        for file in files:
+        for file in self.files(self.path):
             if file != target:
                 file.unlink()
