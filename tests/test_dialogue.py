@@ -312,6 +312,15 @@ def test_the_example_in_the_docstring_holds():
     assert turn_index == [-1, -1, -1, -1, 0, 0, -1, -1, -1, -1, 1]
 
 
+@pytest.mark.parametrize("template", ["llama3", "qwen2.5"])
+def test_what_follows_a_cut_turn_is_read_after_its_end_which_the_turn_did_not_say(template):
+    tokenizer = byte_tokenizer(template)
+    whole, whole_index = encode_dialogue(tokenizer, dialogue("h", "o", "m", "s"))
+    ids, turn_index = encode_dialogue(tokenizer, dialogue("h", "o", "m", "s"), [False, True])
+    end = len(whole_index) - 1 - whole_index[::-1].index(0)  # of the first turn
+    assert ids == whole and turn_index == [*whole_index[:end], -1, *whole_index[end + 1:]]
+
+
 def test_a_date_in_a_template_is_always_the_same():
     template = "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["llama3"]
     text = render(byte_tokenizer(template), dialogue("t"))
