@@ -432,6 +432,28 @@ def test_dialogues_are_the_same_with_a_fifth_of_the_calls_failing(impatient, tmp
     assert len({row["turns"] for row in rows}) > 2
 
 
+def test_the_human_knows_what_is_hidden_and_the_agent_its_own_thoughts_and_not_the_other_way_round(
+        impatient, tmp_path):
+    def thoughtful(body, seed):
+        said = small_talk(body, seed)
+        return said if body["model"] == "human" else f"<think>My plan.</think>{said}"
+
+    asked = []
+    with running(thoughtful, say=lambda handler, body: asked.append(body)) as server:
+        rows = collected(tmp_path, server.url, server.url,
+                         more=["--agent_model", "agent", "--human_model", "human"])
+    hidden = [row["task"]["hidden_information"] for row in rows]
+    assert {body["model"] for body in asked} == {"agent", "human"}
+    for body in asked:
+        read = "\n".join(message["content"] for message in body["messages"])
+        own = [message["content"] for message in body["messages"] if message["role"] == "assistant"]
+        if body["model"] == "human":
+            assert any(text in read for text in hidden) and "My plan." not in read
+        else:
+            assert not any(text in read for text in hidden)
+            assert all(text.startswith("<think>My plan.") for text in own)
+
+
 def test_no_server_at_all_ends_at_once_and_does_not_block_a_corrected_command(impatient, tmp_path):
     with pytest.raises(SystemExit) as end:  # a recipe stops here
         collected(tmp_path, "http://127.0.0.1:9/v1", "scripted")
