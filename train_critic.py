@@ -25,16 +25,18 @@ line:
 
 To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
-    what the loss knows    Row: a field for it (the episode's reward, for example), which
-                           dialogue_row fills in
+    what the loss knows    Row: a field for it with a default (the episode's reward, for example),
+                           which dialogue_row fills in
     the advantage          advantage, NORMALISERS; a new parameter of it also goes through
                            critic_objective (training), read_critic_flags and Critic (ranking)
     the pairs              pair_episodes
-    what the critic reads  PRIVILEGED, critic_messages: any field of the task. To show something
-                           of the episode, add it to the task in dialogue_row and in states_of of
-                           collect.py. It must be equal in both dialogues of a pair; otherwise the
-                           critic learns it in place of the turns
-    the ranking            rank; a flag of it also goes into RANKING and into `flags` there
+    what the critic reads  PRIVILEGED, critic_messages: any field of the task. toy/base can read
+                           SOLUTION_NOTE alone: for more or other text, train it anew
+                           (runs/make_toy_base.sh). What is shown must be equal in both dialogues
+                           of a pair, or the critic learns it in place of the turns; to show
+                           something of the episode, add it to the task in dialogue_row and in
+                           states_of of collect.py
+    the ranking            rank; a flag of it also goes into RANKING and into the `flags` in rank
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
     optimiser, schedule    train, learning_rate (which variants/value_critic.py imports)
@@ -116,9 +118,8 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        # without tests (pages, logs) success is None, and the best episode always counts
-        better = [best] if best["success"] is not False else []
-        worse = group
+        failed = best["success"] is False  # it is None without tests (pages, logs)
+        better, worse = [] if failed else [best], group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
         worse = [episode for episode in group if not succeeded(episode)]
@@ -135,7 +136,6 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-# toy/base has learnt to read this wording; after a change, train it anew (runs/make_toy_base.sh)
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=task["ground_truth"]),
@@ -145,7 +145,7 @@ PRIVILEGED = {  # name -> what stands in front of the request, from the task
 
 def critic_messages(task, messages, privileged="ground_truth"):
     """What critic and reference see: the agent's messages, with the solution c in front."""
-    if privileged == "ground_truth" and not task["ground_truth"].strip():  # only logs may lack it
+    if privileged != "none" and not task["ground_truth"].strip():  # only logs may lack it
         raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
                          " known only afterwards; add it to the logs, or train with --privileged"
                          " none")
@@ -154,7 +154,7 @@ def critic_messages(task, messages, privileged="ground_truth"):
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
-@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows
+@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows, and keys of a dict
 class Row:
     """The tokens of one text that the model reads: a dialogue, or a prompt and one candidate.
 
@@ -364,7 +364,7 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; `weight`, the number of ranks, makes it a sum
+        # FSDP averages gradients over the processes; `weight`, their number, makes it a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -414,7 +414,8 @@ class Critic:
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        rows = seen = self.candidates(task, messages, texts, finished, self.privileged)
+        rows = self.candidates(task, messages, texts, finished, self.privileged)
+        seen = rows  # by the reference
         if self.seen_by_reference != self.privileged:
             seen = self.candidates(task, messages, texts, finished, self.seen_by_reference)
         if rows is None or seen is None:

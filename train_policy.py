@@ -25,8 +25,8 @@ To change                     edit
     the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
                               for a loss without pi_ref (then omit set_reference). With
                               --episodes they are the same
-    what the loss knows       Row: a field for it (the advantage, for example), which
-                              candidate_pairs fills in. For a loss per token, let turn_index
+    what the loss knows       Row: a field for it with a default (the advantage, for example),
+                              which candidate_pairs fills in. For a loss per token, let turn_index
                               number the agent's tokens in place of its turns
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
@@ -121,9 +121,8 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        # without tests (pages, logs) success is None, and the best episode always counts
-        better = [best] if best["success"] is not False else []
-        worse = group
+        failed = best["success"] is False  # it is None without tests (pages, logs)
+        better, worse = [] if failed else [best], group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
         worse = [episode for episode in group if not succeeded(episode)]
@@ -141,7 +140,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # What the policy reads: the dialogue as the agent sees it
 
 
-@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows
+@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows, and keys of a dict
 class Row:
     """The tokens of one text that the model reads: a dialogue, or a prompt and one candidate.
 
@@ -358,7 +357,7 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the ranks; `weight`, the number of ranks, makes it a sum
+        # FSDP averages gradients over the processes; `weight`, their number, makes it a sum
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

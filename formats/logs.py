@@ -198,18 +198,18 @@ def faults_of(row):
     reward = row.get("reward")
     if type(reward) not in (int, float) or not is_finite(reward):
         faults.append(f"reward {reward!r}, which is no finite number" if "reward" in row
-                      else "no reward")
+                      else f"no reward, but the keys {keys_of(row)}")
     for key, kind in OPTIONS.items():
         value = row.get(key)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             faults.append(f"{key} of type {type(value).__name__}")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        return [*faults, "no list of messages, but the keys"
-                f" {harmless(', '.join(sorted(row))) or 'none'}"]
+        return [*faults, f"no list of messages, but the keys {keys_of(row)}"]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            faults.append(f"messages[{index}] without a role")
+            keys = f", but with the keys {keys_of(message)}" if isinstance(message, dict) else ""
+            faults.append(f"messages[{index}] without a role{keys}")
         elif text_of(message) is None:
             faults.append(f"messages[{index}] of role {harmless(message['role'])} whose content is"
                           " no text, or whose tool_calls lack a function with name and arguments")
@@ -220,4 +220,12 @@ def faults_of(row):
     elif "user" not in roles[:roles.index("assistant")]:
         faults.append("an assistant message before the first user message (move a greeting into the"
                       " system message)")
+        others = {str(role) for role in roles} - KNOWN_ROLES
+        if others:
+            faults.append(f"the roles {harmless(', '.join(sorted(others)))}, of which one may mean"
+                          " the user")
     return faults
+
+
+def keys_of(row):
+    return harmless(", ".join(sorted(map(str, row)))) or "none"

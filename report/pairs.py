@@ -32,7 +32,7 @@ def write_pairs(args):
         said += (f"; {cut} with a candidate that was cut at the token limit (`finished`): other"
                  " trainers teach to stop there, so filter these")
     print(said)
-    if args.pairing == "halves":
-        below = sum(row["advantages"][0] < 0 for row in rows)
+    below = sum(row["advantages"][0] < 0 for row in rows)
+    if below:
         print(f"{below} chosen candidates have an advantage below 0: the better half of a state may"
               " be bad, too; --pairing positive_vs_negative has none of these")

@@ -1,6 +1,7 @@
 """What the command lines of all scripts share."""
 
 import argparse
+import difflib
 import math
 import operator
 
@@ -31,8 +32,12 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=HelpFormatter)
 
     def error(self, message):
-        """As argparse's, without the list of all flags."""
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        """As argparse's, without the list of all flags, and with the nearest to an unknown one."""
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        near = [flag for word in unknown if word.startswith("--")
+                for flag in difflib.get_close_matches(word, self._option_string_actions, 1)]
+        hint = f"; did you mean {' '.join(near)}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message} (see --help){hint}\n")
 
     def add_argument(self, *names, needs=None, group=None, **options):
         """Besides argparse's options, a number may have LIMITS, such as `least=1`; without the flag

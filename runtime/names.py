@@ -46,7 +46,7 @@ def check_checkpoint(path):
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         if (folder / "run.json").is_file():
-            hint = "its training has not finished: give its command again"
+            hint = "its training has not finished, or it was refused: give its command again"
         else:
             hint = "expected a checkpoint directory that from_pretrained opens"
         raise SystemExit(f"{path}: found a directory without config.json; {hint}")

@@ -243,7 +243,9 @@ class Run:
         if len(lines) == 1:
             words += " (the train/ numbers are from before this step)"
         margins = [line["train/margin"] for line in lines[-20:] if "train/margin" in line]
-        # a margin is that before its step, so the first ones are near 0 in any run
-        if len(margins) == 20 and abs(sum(margins) / 20) < HARDLY_MOVED:
+        # a train/margin is that before its step, so the first ones are near 0 in any run
+        margin = sum(margins) / 20 if len(margins) == 20 else None
+        margin = lines[-1].get("holdout/margin", margin)
+        if margin is not None and abs(margin) < HARDLY_MOVED:
             words += ": the model hardly moved; raise --lr, or train for more steps"
         return words

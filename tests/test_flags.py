@@ -59,7 +59,9 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
 def test_a_mistyped_flag_is_refused_by_name(script, flag, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.parse_args([*SCRIPTS[script].format(tmp_path).split(), flag, "3"])
-    assert f"error: unrecognized arguments: {flag} 3 (see --help)" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"error: unrecognized arguments: {flag} 3 (see --help)" in printed
+    assert ("did you mean --" in printed) == (flag != "--zzz")
 
 
 def test_an_abbreviation_is_fine(tmp_path):
