@@ -490,6 +490,15 @@ def test_address_names_the_episode_and_opens_it_again(browser, report):
     assert browser.text("#episode") == title
 
 
+def test_the_list_scrolls_to_the_dialogue_that_the_page_opens(browser, tmp_path):
+    browser.open(write_report(tmp_path, p=[episode(task) for task in range(60)]).as_uri())
+    browser.run("choose(episodes.at(-1), false)")
+    row, of_list = (browser.run(f"(({{top, bottom}}) => [top, bottom])({element}"
+                                ".getBoundingClientRect())")
+                    for element in ("selected.row", "document.querySelector('#list')"))
+    assert of_list[0] < row[0] < row[1] < of_list[1]
+
+
 def test_rows_are_buttons_so_that_a_keyboard_reaches_every_dialogue(shown):
     shown.press_enter("document.querySelectorAll('.row')[2]")
     assert shown.each(".row", "e.ariaCurrent").index("true") == 2
