@@ -20,18 +20,27 @@ def who_won(results):
     lead, *others = results["leads"]
     best, second = lead["policy"], lead["against"]
     points = with_interval(lead["difference"], 100, " points")
+    both = ""
     if lead["tasks"] < results["tasks"]:
-        points += f" on the tasks that both finished ({lead['tasks']})"
+        both = f" on the tasks that both finished ({lead['tasks']})"
+    next_best = ", the next best" if second == results["ranking"][1] else ""
     if is_ahead(lead):
-        sentences = [f"{best} wins: {achieved[best]} {of_what}, {points} more than {second}, the"
-                     " next best."]
+        sentences = [f"{best} wins: {achieved[best]} {of_what}, {points}{both} more than"
+                     f" {second}{next_best}."]
     else:
         sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
-                     f" the difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
+                     f" the difference is {points}{both}, sign test p ="
+                     f" {lead['sign_test_p']:.2g}."]
+    if lead["settled"] and not is_ahead(lead):
+        sentences.append(f"On these tasks {second} is better, and that is settled.")
     clauses, level = [], []
     for other in others:
         if abs(other["difference"]["value"]) < 5e-4:  # 0.0 points
             level.append(other["against"])
+            continue
+        if other["settled"] and not is_ahead(other):
+            sentences.append(f"{other['against']} leads {best} by {behind(other)} on the tasks that"
+                             f" both finished ({other['tasks']}).")
             continue
         clause = f"{other['against']} by {with_interval(other['difference'], 100, ' points')}"
         if not is_ahead(other):
@@ -41,9 +50,22 @@ def who_won(results):
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
     if level:
         sentences.append(f"{best} is level with {' and '.join(level)}.")
+    apart = results["ranking"][1:]
+    for compared in results["leads"]:
+        apart.remove(compared["against"])
+    if apart:
+        sentences.append(f"No task was finished by both {best} and {' or '.join(apart)}, so these"
+                         " are not compared.")
     if not all(map(is_ahead, results["leads"])):
         sentences.append("Settled: the interval excludes 0, and the sign test's p is below 0.05.")
     return sentences
+
+
+def behind(lead):
+    """By how much the first policy of `lead` is behind."""
+    number = lead["difference"]
+    flipped = {"value": -number["value"], "low": -number["high"], "high": -number["low"]}
+    return with_interval(flipped, 100, " points")
 
 
 def achievement(name, results):

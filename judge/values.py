@@ -30,6 +30,7 @@ NAMED_VALUES = {
     "pathlib.PurePath",
     "pathlib._local.PurePath",
     "ipaddress._BaseAddress",
+    "ipaddress._BaseNetwork",
 }
 BUILTIN_TYPES = {kind for kind in vars(builtins).values() if type(kind) is type} | {type(None)}
 

@@ -46,8 +46,9 @@ def main(descriptor: int) -> None:
     folder = os.getcwd()
     try:
         serve_answers(socket.socket(fileno=descriptor), folder)
-    finally:
-        os.rmdir(folder)  # the parent may have been killed, even before the first job
+    finally:  # the parent may have been killed, even before the first job
+        empty_folder(folder)
+        os.rmdir(folder)
 
 
 def serve_answers(control: socket.socket, folder: str) -> None:
@@ -60,7 +61,8 @@ def serve_answers(control: socket.socket, folder: str) -> None:
 
     def end_with_owner(*_):
         if os.getppid() != owner:  # the signal is also sent when a mere thread of the owner ends
-            sys.exit()
+            with contextlib.suppress(OSError):  # what reads it ends; no cleaning up is cut short
+                control.shutdown(socket.SHUT_RDWR)
 
     signal.signal(signal.SIGUSR1, end_with_owner)
     status = {"limits": set_limits(LIMITS)}

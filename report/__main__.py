@@ -34,18 +34,23 @@ def main(args):
     if args.command == "pairs":
         write_pairs(args)
         return
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # it fails now, or never
     metrics = named_files(args.metrics)
     if args.critic:
         of_critic = Path(args.critic, "metrics.jsonl")
         if of_critic.is_file() and of_critic not in [Path(path) for _, path in metrics]:
             metrics.insert(0, ("critic", of_critic))
+    names = [name for name, _ in metrics]
+    if len(set(names)) < len(names):
+        raise SystemExit(f"found metrics of the names {', '.join(names)}, expected a name of its"
+                         " own for each")
     training = [read_training(name, path) for name, path in metrics]
-    critic = open_critic(args.critic) if args.critic else None
     policies = read_policies(args.policies)
     results, sentences, tables = None, training_sentences(training), []
     if policies:
         results = score(policies)
         sentences, tables = verdict(results), all_tables(results)
+        critic = open_critic(args.critic) if args.critic else None
         annotate(policies, critic, held_out_tasks(args.critic) if critic else ())
     data = overview(results, policies, named_files(args.policies), training)
     data |= {"sentences": sentences, "tables": tables}
@@ -69,7 +74,7 @@ def parse_args(argv=None):
     parser.add_argument("--output", required=True, help="FILE.html to write")
     args = parser.parse_args(argv)
     args.command = "page"
-    if not args.output.endswith(".html"):
+    if not args.output.endswith(".html") or Path(args.output).is_dir():
         raise SystemExit(f"found --output {args.output}, expected FILE.html")
     if not args.policies and not args.metrics:
         raise SystemExit("found neither episodes nor --metrics, expected NAME=EPISODES.jsonl of"

@@ -33,7 +33,7 @@ if [ "$DOMAIN" = backend ]; then
   RFT=(--lr 2e-3 --epochs 12)
 else
   SUFFIX=_frontend
-  BASE=toy/base_frontend
+  BASE=${BASE:-toy/base_frontend}
   TASKS=${TASKS:-400}
   SAMPLES=4
   TEST=${TEST:-150}

@@ -205,13 +205,20 @@ def moving_picture():
     return base64.b64encode(file.getvalue()).decode()
 
 
+MOVING_SVG = (
+    "data:image/svg+xml,%3Csvg xmlns=%27http://www.w3.org/2000/svg%27%3E%3Cstyle%3E%40keyframes k"
+    "{to{fill:red}} rect{animation:k .3s infinite}%3C/style%3E%3Crect width=%27900%27"
+    " height=%27900%27/%3E%3C/svg%3E")
+
+
 @pytest.mark.parametrize("moving", [
     f"{LINK}<div class='animate-pulse animate-spin h-96 w-64 bg-red-500'></div>",
     "<svg width=900 height=300><rect width=100 height=300><animate attributeName=x from=0 to=800"
     " dur=1s repeatCount=indefinite /></rect></svg>",
     "<marquee>to the left, to the left</marquee>", "<progress style='width:900px'></progress>",
     "<style>@keyframes k{to{margin-left:900px}} #x{animation:k .3s infinite !important}</style>"
-    "<div id=x>x</div>", f"<img width=900 src='data:image/gif;base64,{moving_picture()}'>"])
+    "<div id=x>x</div>", f"<div style='height:900px;background:url(\"{MOVING_SVG}\")'></div>",
+    f"<img width=900 src='data:image/gif;base64,{moving_picture()}'>"])
 def test_what_moves_is_drawn_at_rest(browser, moving):
     page = f"<html><body style='font-size:200px'>{moving}</body></html>"
     assert len({browser.render(page) for _ in range(4)}) == 1

@@ -355,12 +355,26 @@ def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):
 def test_a_policy_that_is_behind_on_the_tasks_that_both_finished_never_wins(tmp_path, capsys):
     errors = [failed(task, "gone") for task in range(50, 150)]
     lucky = outcomes(30, 50) + errors
-    (lead,) = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150))["leads"]
+    lead, third = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150), third=[
+        *outcomes(45, 50), *outcomes(0, 150)[50:]])["leads"]
     assert (lead["policy"], lead["tasks"], lead["settled"]) == ("lucky", 50, True)
     assert lead["difference"]["value"] == pytest.approx(-0.4)
-    first = capsys.readouterr().out.splitlines()[0]
+    first, *others = capsys.readouterr().out.splitlines()
+    assert others[:2] == [
+        "On these tasks other is better, and that is settled.",
+        f"third leads lucky by 30.0 points [{-100 * third['difference']['high']:.1f},"
+        f" {-100 * third['difference']['low']:.1f}] on the tasks that both finished (50)."]
     assert first.startswith("The winner is not settled: lucky solves 60.0 % [")
     assert "the difference is -40.0 points [" in first and "that both finished (50)" in first
+
+
+def test_a_policy_that_shares_no_finished_task_with_the_best_is_named(tmp_path, capsys):
+    evaluated(tmp_path, a=[*outcomes(9, 9), failed(9, "gone")],
+              b=[*(failed(task, "gone") for task in range(9)), episode(9, reward=0.0)],
+              c=outcomes(0, 10))
+    said = capsys.readouterr().out
+    assert "a wins: a solves 100.0 %" in said and "more than c.\n" in said
+    assert "No task was finished by both a and b, so these are not compared." in said
 
 
 def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, capsys):
