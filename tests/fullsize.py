@@ -9,6 +9,7 @@ torch without CUDA cannot differentiate fake CUDA tensors.
 """
 
 import argparse
+import collections
 import types
 import weakref
 from unittest import mock
@@ -146,8 +147,8 @@ class LoneRun(Run):
                                              world_size=world)
         self.process = LoneProcess(self.rank, world, self.device, torch.distributed.group.WORLD)
 
-    def gather(self, mine):
-        return mine
+    def gather(self, mine):  # the other ranks have found the same
+        return collections.defaultdict(lambda: next(iter(mine.values())), mine)
 
 
 def replace_parts(memory, built):
@@ -226,7 +227,7 @@ def peaks(model, world, stage, tokens, agent, flags):
                 rows = [row for pair in batch for row in pair]
                 train_critic.set_reference(model, rows[:2 * world], run, 2)
                 note("reference")
-                mine = next(row.reference for row in rows if row.reference is not None)
+                mine = rows[0].reference
                 for row in rows:
                     row.reference = mine  # that of other ranks' rows is as large
             optimizer = torch.optim.AdamW(model.parameters(), 0.0, betas=(0.9, 0.95),
