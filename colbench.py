@@ -54,8 +54,9 @@ def split_message(task, text, last_turn):
     if DOMAINS[task["domain"]].pages and OUTPUT_MARKER in content:
         content = content.split(OUTPUT_MARKER, 1)[1].strip()
     if ANSWER_MARKER in content:
-        after = [part.strip() for part in content.split(ANSWER_MARKER)[1:]]
-        return content, next(filter(None, after), "")  # some models write the marker twice
+        parts = [part.strip() for part in content.split(ANSWER_MARKER)[1:]]
+        # the first that is not empty: some models write the marker twice
+        return content, next((part for part in parts if part), "")
     return content, (content if last_turn else None)
 
 
@@ -320,8 +321,8 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
         <u> hi </> <a> hello </> <u> more </> <a> some
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
-    A generation prompt ends the ids if the last message is the user's, and always with `prompt`,
-    since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
+    A generation prompt ends the ids if the last message is not the agent's, and always with
+    `prompt`, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
     """
     _, end_text = end_of_turn(tokenizer)
     prompt_ends = [index for index, message in enumerate(messages)

@@ -20,7 +20,7 @@ line:
      "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}
 
 OUTPUT.run.json, beside the output, records the command. After a kill, give the same command again;
-lines with an `error` are retried, too. A larger --num_tasks or --samples_per_task extends the
+lines with an `error` are retried as well. A larger --num_tasks or --samples_per_task extends the
 output.
 
 To change                          edit
@@ -76,7 +76,8 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     turns, answer, grade, error = 0, None, None, None
 
     def ask(speaker, messages):
-        key = (task["task_id"], sample)  # a local model keeps the KV cache of a dialogue under it
+        key = (task["task_id"], sample)
+        # models read `messages` and nothing else; only scripted speakers read the task
         seed = derive_seed(rules.seed, *key, len(history))
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
@@ -92,14 +93,14 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             on_turn()
             if answer is None:
                 party = "human"
-                if human.reads_history:  # a scripted one
+                if human.reads_history:  # a script
                     view = history
                 else:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
                 reply = spoken(ask(human, view).text,
                                "raise --human_max_new_tokens, or turn the model's thinking off")
-                reply = reply[:rules.reply_chars or domain.reply_chars]
-                history.append({"role": "user", "content": reply})
+                limit = rules.reply_chars or domain.reply_chars
+                history.append({"role": "user", "content": reply[:limit]})
         party = "judge"  # which may ask a model, too
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:
@@ -175,9 +176,10 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     For variants: another `open_agent`, the checkpoints `models` that it needs, and `notes` that go
     into every episode.
     """
-    # fills in args.human, .agent_prompt, .clip and .num_tasks, which open_store then records
+    # also sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
     tasks, domain, prompts, inputs = read_tasks_and_prompts(args, process)
-    rules = Rules(*prompts, args.max_turns, args.reply_chars, args.seed)
+    agent_prompt, human_prompt = prompts
+    rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     store = open_store(args, process, episode_key, inputs, models)
@@ -202,11 +204,9 @@ def collect_states(args, process):
     store = open_store(args, process, state_key, args.states)
     if store.missing(jobs):
         agent = open_agent(args, process)
-        # --batch_size counts texts, of which a state asks for --num_candidates; a local model wants
-        # several batches to wait, so that it can compute states of similar length together
-        at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
+        at_once = agent.states_at_once(args.batch_size, args.num_candidates)
 
-        def work(key, on_turn):  # no turn is played
+        def work(key, on_turn):  # which is unused, since no turn is played
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
         fill(store, jobs, work, (agent,), in_flight=at_once)
@@ -292,7 +292,8 @@ def collect_parser(description):
                         help="reward of pages: CLIP model, or none (default: clip-vit-base-patch32;"
                         " in a toy world: none)")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
-                        help="dialogues at a time in each process (with --states: candidates)")
+                        help="dialogues (with --states: candidates) that each process works on at"
+                        " a time")
     parser.add_dtype_flag()
     parser.add_argument("--seed", type=int, least=0, default=0, help="seed of all sampling")
     return parser

@@ -23,7 +23,7 @@ and results.md with the tables that are printed. `python -m report` draws the sa
 page.
 Letters in shapes: D bootstrap draws, R seeds of a policy, T tasks.
 
-Difference from the paper, which reports means alone: intervals and tests are added.
+Difference from the paper, which reports only means: intervals and tests.
 """
 
 import json
@@ -154,7 +154,8 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
     # A bootstrap over few tasks is too narrow, so the sign test must agree
-    excludes_zero = low_high["low"] is not None and low_high["low"] * low_high["high"] > 0
+    low, high = low_high["low"], low_high["high"]
+    excludes_zero = low is not None and (low > 0 or high < 0)
     return {"difference": {"value": float(gaps.mean())} | low_high,
             "win_rate": {"value": float(points.mean())} | rate_low_high,
             "tasks": count, "wins": wins, "losses": losses, "sign_test_p": p,

@@ -30,12 +30,7 @@ To change                  edit
     the advantage          advantage, NORMALISERS; a new parameter of it also goes through
                            critic_objective (training), read_critic_flags and Critic (ranking)
     the pairs              pair_episodes
-    what the critic reads  PRIVILEGED, critic_messages: any field of the task. toy/base can read
-                           SOLUTION_NOTE alone: for more or other text, train it anew
-                           (runs/make_toy_base.sh). What is shown must be equal in both dialogues
-                           of a pair, or the critic learns it in place of the turns; to show
-                           something of the episode, add it to the task in dialogue_row and in
-                           states_of of collect.py
+    what the critic reads  PRIVILEGED, critic_messages
     the ranking            rank; a flag of it also goes into RANKING and into the `flags` in rank
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
@@ -89,10 +84,11 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     1/L sum_l [log pi_theta(a_l | o_t, a_<l, c) - log pi_ref(a_l | o_t, a_<l, c)].
 
     `logprobs` and `reference` are each turn's log-prob under critic and reference, summed over l;
-    `tokens` is its length; all (R, S). Empty turns and the padding of shorter dialogues get 0.
+    `tokens` is how many tokens each turn has; all (R, S). Empty turns, and the padding of shorter
+    dialogues, get 0.
     """
-    length = NORMALISERS[normalise](tokens).clamp(min=1)  # L; an empty turn has no tokens
-    return (logprobs - reference) / length
+    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; 1 for an empty turn
+    return (logprobs - reference) / divisor
 
 
 def critic_loss(chosen, rejected, beta):
@@ -118,8 +114,9 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        failed = best["success"] is False  # it is None without tests (pages, logs)
-        better, worse = [] if failed else [best], group
+        failed = best["success"] is False  # None: there are no tests (pages, logs)
+        better = [] if failed else [best]
+        worse = group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
         worse = [episode for episode in group if not succeeded(episode)]
@@ -136,6 +133,10 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
+# Any field of the task may stand here. toy/base knows no other text than this note: for another,
+# train it anew (runs/make_toy_base.sh). What is shown must be equal in both dialogues of a pair, or
+# the critic learns it in place of the turns. To show something of the episode, add it to the task
+# in dialogue_row, and in states_of of collect.py.
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=task["ground_truth"]),
@@ -144,7 +145,7 @@ PRIVILEGED = {  # name -> what stands in front of the request, from the task
 
 
 def critic_messages(task, messages, privileged="ground_truth"):
-    """What critic and reference see: the agent's messages, with the solution c in front."""
+    """What critic and reference see: the agent's messages, the solution c before the request."""
     if privileged != "none" and not task["ground_truth"].strip():  # only logs may lack it
         raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
                          " known only afterwards; add it to the logs, or train with --privileged"
@@ -154,7 +155,7 @@ def critic_messages(task, messages, privileged="ground_truth"):
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
 
 
-@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows, and keys of a dict
+@dataclasses.dataclass(eq=False)  # compared and hashed by identity, so a row can be a dict key
 class Row:
     """The tokens of one text that the model reads: a dialogue, or a prompt and one candidate.
 
@@ -173,8 +174,11 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Batches are sorted by it, and not by length, since it is the
-        same for all candidates of a state: they stay together. Little padding is needed, too."""
+        """The number of tokens before the last turn, by which batches are sorted.
+
+        Rows of similar length then need little padding, and the candidates of a state, for which it
+        is equal, stay together.
+        """
         return self.turn_index.index(self.turns - 1)
 
 
@@ -189,14 +193,17 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
 
 
 def what_fits(rows, max_length):
-    """What `max_length` has cut, in words; a dialogue that does not fit has no row (None)."""
+    """What `max_length` has cut, in words; `rows` holds None for a dialogue that does not fit."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows, sorted by id. episode["row"] is None where it does not fit."""
+    """Task id -> its pairs of rows, sorted by id.
+
+    The caller has set episode["row"], to None if the episode does not fit.
+    """
     pairs_of = {}
     for task_id, group in sorted(group_by_task(episodes).items()):
         fitting = [episode for episode in group if episode["row"]]
@@ -228,21 +235,22 @@ def turn_logprobs(model, rows):
 
 
 def critic_objective(model, pairs, beta, nll, normalise):
-    """Eq. (2) over Eq. (3), with the NLL term of the paper's Table 5; a dict of (B,) tensors."""
+    """Eq. (2) of the advantages of Eq. (3), plus Table 5's NLL term; a dict of (B,) tensors."""
     rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
     margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), to be logged
-    token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
+    row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
+    token_nll = row_nll.chunk(2)[0]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
 
 
 def set_reference(model, rows, run, rows_at_once):
-    """Set `reference` of all rows: their turns' log-probs now, before the first step."""
+    """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    with run.scoring(model):
+    with run.scoring(model):  # without gradients; the processes share the rows
         found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
                         "reference")
     for row, logprobs in zip(rows, found, strict=True):
@@ -330,7 +338,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # what this critic ranked after fewer steps is outdated, with its record and its parts
+    # remove the rankings that this critic has left after fewer steps
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
@@ -343,12 +351,12 @@ def train(args):
             f" ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
-    rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
+    # each row once, although pairs share rows; all processes must have read the same ones
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the critic, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
-    # bf16. Before the first step it equals pi_ref, so no second model is needed; a resumed run
-    # loads its trained weights only in run.resume
+    # 2. the critic. Before run.resume, below, it is pi_ref, so no second model is needed. It has no
+    # dropout; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -364,7 +372,8 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the processes; `weight`, their number, makes it a sum
+        # FSDP averages gradients over the processes; `weight`, their number, makes that a sum (0: a
+        # pair that is repeated on a process for which none was left)
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -421,7 +430,7 @@ class Critic:
         if rows is None or seen is None:
             return None
         advantages = self.turn_advantages(rows, seen)  # (R, S)
-        return advantages.sum(1).tolist()  # S is 1, or 0 if all are empty
+        return advantages.sum(1).tolist()  # a candidate is one turn; if all are empty, S is 0
 
     def candidates(self, task, messages, texts, finished, privileged):
         """The rows of candidates; None if they do not fit."""
@@ -492,7 +501,7 @@ def parse_args(argv=None):
                         help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
                         " is omitted if its last turn does not fit")
     parser.add_argument("--privileged", choices=tuple(PRIVILEGED), default="ground_truth",
-                        help="what the critic sees besides the dialogue")
+                        help="what the critic sees besides the dialogue: the solution, or nothing")
     parser.add_argument("--normalise", choices=tuple(NORMALISERS), default="turn",
                         help="what divides a turn's log-ratio: its tokens (paper), those of the"
                         " trajectory (official code), or nothing")
@@ -502,10 +511,10 @@ def parse_args(argv=None):
                         " success_vs_failure: every success with every failure; all: every two of"
                         " different reward")
     parser.add_argument("--margin", type=float, least=0, default=0.0,
-                        help="smallest difference in reward of a pair; for pages, give 0.1")
+                        help="smallest difference in reward within a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
-                        help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
-                        " its pairs side by side")
+                        help="what an epoch shuffles: single pairs, or tasks whose pairs stay side"
+                        " by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
                         help="share of tasks, rounded up, that are held out for evaluation")
     # --beta, --nll, --lr, --epochs and --batch_size: the defaults are the paper's Table 5
@@ -517,7 +526,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
-                        help="gradient clipping")
+                        help="largest norm of the gradient, which is scaled down to it")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
@@ -536,7 +545,7 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
-        # all flags but these are of training
+        # all other flags are for training only
         of_training = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
         parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
     if args.privileged == "none":

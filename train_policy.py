@@ -23,8 +23,8 @@ Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
     the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
-                              for a loss without pi_ref (then omit set_reference). With
-                              --episodes they are the same
+                              for a loss without pi_ref (then omit set_reference). Both also
+                              apply with --episodes
     what the loss knows       Row: a field for it with a default (the advantage, for example),
                               which candidate_pairs fills in. For a loss per token, let turn_index
                               number the agent's tokens in place of its turns
@@ -82,7 +82,7 @@ PAIRINGS = ("halves", "positive_vs_negative")
 
 
 def make_pairs(texts, advantages, pairing, pairs_per_state, draw):
-    """Draws at most `pairs_per_state` pairs (chosen, rejected), as indices of the N candidates.
+    """At most `pairs_per_state` drawn pairs (chosen, rejected), as indices of the N candidates.
 
     halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
     one of positive and one of negative advantage, if the state has both. A text sampled k times is
@@ -121,8 +121,9 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(group, key=lambda episode: episode["reward"])
-        failed = best["success"] is False  # it is None without tests (pages, logs)
-        better, worse = [] if failed else [best], group
+        failed = best["success"] is False  # None: there are no tests (pages, logs)
+        better = [] if failed else [best]
+        worse = group
     elif rule == "success_vs_failure":
         better = [episode for episode in group if succeeded(episode)]
         worse = [episode for episode in group if not succeeded(episode)]
@@ -140,7 +141,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # What the policy reads: the dialogue as the agent sees it
 
 
-@dataclasses.dataclass(eq=False)  # rows of equal tokens are still two rows, and keys of a dict
+@dataclasses.dataclass(eq=False)  # compared and hashed by identity, so a row can be a dict key
 class Row:
     """The tokens of one text that the model reads: a dialogue, or a prompt and one candidate.
 
@@ -159,8 +160,11 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """Tokens before the last turn. Batches are sorted by it, and not by length, since it is the
-        same for all candidates of a state: they stay together. Little padding is needed, too."""
+        """The number of tokens before the last turn, by which batches are sorted.
+
+        Rows of similar length then need little padding, and the candidates of a state, for which it
+        is equal, stay together.
+        """
         return self.turn_index.index(self.turns - 1)
 
 
@@ -171,7 +175,8 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
-        used = sorted({index for pair in pairs for index in pair})  # others take no room
+        # only what is in a pair is encoded, and has to fit
+        used = sorted({index for pair in pairs for index in pair})
         encoded = encode_candidates(tokenizer, state["messages"],
                                     [state["candidates"][index] for index in used],
                                     [state["finished"][index] for index in used], max_length)
@@ -193,14 +198,17 @@ def dialogue_row(tokenizer, episode, max_length):
 
 
 def what_fits(rows, max_length):
-    """What `max_length` has cut, in words; a dialogue that does not fit has no row (None)."""
+    """What `max_length` has cut, in words; `rows` holds None for a dialogue that does not fit."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows, sorted by id. episode["row"] is None where it does not fit."""
+    """Task id -> its pairs of rows, sorted by id.
+
+    The caller has set episode["row"], to None if the episode does not fit.
+    """
     pairs_of = {}
     for task_id, group in sorted(group_by_task(episodes).items()):
         fitting = [episode for episode in group if episode["row"]]
@@ -232,22 +240,23 @@ def turn_logprobs(model, rows):
 
 
 def dpo_objective(model, pairs, beta, nll):
-    """Eq. (4) with the NLL term of the paper's Table 5; a dict of (B,) tensors."""
+    """Eq. (4) plus Table 5's NLL term; a dict of (B,) tensors."""
     rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
     margin = beta * (chosen - rejected)  # as in Eq. (4), to be logged
-    token_nll = (-logprobs.sum(1) / tokens.sum(1).clamp(min=1))[:len(pairs)]  # of the chosen, (B,)
+    row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
+    token_nll = row_nll.chunk(2)[0]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
             "nll": token_nll}
 
 
 def set_reference(model, rows, run, rows_at_once):
-    """Set `reference` of all rows: their turns' log-probs now, before the first step."""
+    """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    with run.scoring(model):
+    with run.scoring(model):  # without gradients; the processes share the rows
         found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
                         "reference")
     for row, logprobs in zip(rows, found, strict=True):
@@ -293,7 +302,7 @@ def read_candidate_pairs(tokenizer, args, run):
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
     rankers = ", ".join(sorted({state["ranker"] for state in states}))
-    shorter = sum(pairs[0][0].dropped > 0 for pairs in groups)  # a state has one prompt
+    shorter = sum(pairs[0][0].dropped > 0 for pairs in groups)  # its rows have one prompt
     run.say(f"{len(states)} states ({omitted} failed or unranked ones omitted), ranked by"
             f" {rankers}: {sum(map(len, groups))} pairs; with --max_length {args.max_length},"
             f" {shorter} states lose their oldest turns, and {too_long} more pairs are omitted,"
@@ -337,12 +346,12 @@ def main(args):
     read_pairs = read_candidate_pairs if args.candidates else read_episode_pairs
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
-    rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # pairs share rows
+    # each row once, although pairs share rows; all processes must have read the same ones
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the policy, without dropout. On GPUs FSDP2 wraps each layer, and fp32 weights compute in
-    # bf16. Before the first step it equals pi_ref, so no second model is needed; a resumed run
-    # loads its trained weights only in run.resume
+    # 2. the policy. Before run.resume, below, it is pi_ref, so no second model is needed. It has no
+    # dropout; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -357,7 +366,8 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the processes; `weight`, their number, makes it a sum
+        # FSDP averages gradients over the processes; `weight`, their number, makes that a sum (0: a
+        # pair that is repeated on a process for which none was left)
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -368,7 +378,7 @@ def main(args):
 
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
-    run.save(model, tokenizer, agent_prompt)  # collect.py gives the policy the same instructions
+    run.save(model, tokenizer, agent_prompt)  # with which collect.py lets the policy play
 
 
 # -----------------------------------------------------------------------------
@@ -411,7 +421,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
-                        help="gradient clipping")
+                        help="largest norm of the gradient, which is scaled down to it")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and pairs")
     # --packed, --micro_batch_size, --dtype, --max_steps, --save_minutes, --lora_rank, ...
