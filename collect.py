@@ -77,8 +77,8 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
 
     def ask(speaker, messages):
         key = (task["task_id"], sample)
-        # models read `messages` and nothing else; only scripted speakers read the task
         seed = derive_seed(rules.seed, *key, len(history))
+        # models read the messages and nothing else; only scripted speakers read the task
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
