@@ -119,8 +119,8 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     train("cut", "--max_steps", 2)
     assert len(metrics(tmp_path / "cut")) == 2
     assert "training is complete" in train("cut", "--max_steps", 2).stdout
-    ending = ("import train_policy, sys\n"
-              "train_policy.open_to_train = lambda *_: sys.exit()\n"
+    ending = ("import os, train_policy\n"
+              "train_policy.open_to_train = lambda *_: os._exit(0)\n"
               "train_policy.main(train_policy.parse_args())")
     run_python("-c", ending, *training(
         episodes, tiny(), tmp_path / "cut", "--epochs", 3, "--batch_size", 2, "--max_steps", 4))
