@@ -31,14 +31,14 @@ def who_won(results):
         sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
                      f" the difference is {points}{both}, sign test p ="
                      f" {lead['sign_test_p']:.2g}."]
-    if lead["settled"] and not is_ahead(lead):
+    if is_behind(lead):
         sentences.append(f"On these tasks {second} is better, and that is settled.")
     clauses, level = [], []
     for other in others:
         if abs(other["difference"]["value"]) < 5e-4:  # 0.0 points
             level.append(other["against"])
             continue
-        if other["settled"] and not is_ahead(other):
+        if is_behind(other):
             sentences.append(f"{other['against']} leads {best} by {behind(other)} on the tasks that"
                              f" both finished ({other['tasks']}).")
             continue
@@ -50,9 +50,8 @@ def who_won(results):
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
     if level:
         sentences.append(f"{best} is level with {' and '.join(level)}.")
-    apart = results["ranking"][1:]
-    for compared in results["leads"]:
-        apart.remove(compared["against"])
+    compared = {pair["against"] for pair in results["leads"]}
+    apart = [name for name in results["ranking"][1:] if name not in compared]
     if apart:
         sentences.append(f"No task was finished by both {best} and {' or '.join(apart)}, so these"
                          " are not compared.")
@@ -83,6 +82,11 @@ def is_ahead(lead):
     Its mean over all tasks is the best, but maybe only because errors kept it from harder ones.
     """
     return lead["settled"] and lead["difference"]["value"] > 0
+
+
+def is_behind(lead):
+    """Whether the first policy of `lead` is settled to be worse on these tasks."""
+    return lead["settled"] and lead["difference"]["value"] < 0
 
 
 def cautions(results):

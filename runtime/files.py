@@ -177,7 +177,8 @@ class ResumableJsonl:
     @staticmethod
     def files(path):
         """The file, where it is there, and those of the ranks."""
-        return [file for file in [Path(path)] if file.exists()] + ResumableJsonl.parts(path)
+        path, parts = Path(path), ResumableJsonl.parts(path)
+        return [path, *parts] if path.exists() else parts
 
     @staticmethod
     def refuse_unfinished(path):

@@ -148,18 +148,23 @@ class Run:
     def resume(self, model, optimizer):
         """The step to begin with: 0, or where the last saved state of this command ends."""
         start = load_state(self.output / RESUME, model, optimizer, self.process)
-        if self.process.leads:  # nothing may open the checkpoint of fewer steps any more
+        if self.process.leads:
+            # nothing may open the checkpoint of fewer steps any more
             (self.output / "config.json").unlink(missing_ok=True)
-        if self.process.leads and self.log_file.exists():  # what follows is written again
-            lines = [line for line in self.log_file.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line)["step"] < start]
-            write_atomically(self.log_file, "".join(line + "\n" for line in kept))
+            self._cut_log(start)
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar)
         self.began = time.perf_counter()
         self.handlers = {number: signal.signal(number, self._stop_after_step)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         return start
+
+    def _cut_log(self, start):
+        """Remove the lines of the steps that will be taken again."""
+        if self.log_file.exists():
+            lines = [line for line in self.log_file.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in lines if json.loads(line)["step"] < start]
+            write_atomically(self.log_file, "".join(line + "\n" for line in kept))
 
     def _stop_after_step(self, signal_number, frame):
         if self.stopping:

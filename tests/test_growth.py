@@ -70,14 +70,15 @@ def test_changed_flags_are_named_unless_outputs_grow_or_servers_move(before, now
 
 def test_an_edited_copy_of_a_script_does_not_take_over_the_output_of_the_original(
         tmp_path, monkeypatch):
-    for script in ("train_policy.py", "train_policy.py", "train_policy_ipo.py"):
+    def claim(script):
         monkeypatch.setattr(sys, "argv", [script])
-        if script == "train_policy_ipo.py":
-            (tmp_path / "metrics.jsonl").touch()
-            with pytest.raises(SystemExit, match="the output of train_policy.py, expected"):
-                claim_output(tmp_path / "run.json", {}, [], Process(0, 1, "cpu"))
-        else:
-            claim_output(tmp_path / "run.json", {}, [], Process(0, 1, "cpu"))
+        claim_output(tmp_path / "run.json", {}, [], Process(0, 1, "cpu"))
+
+    claim("train_policy.py")
+    (tmp_path / "metrics.jsonl").touch()
+    claim("train_policy.py")
+    with pytest.raises(SystemExit, match="the output of train_policy.py, expected"):
+        claim("train_policy_ipo.py")
 
 
 def test_a_slash_that_the_shell_adds_to_a_directory_makes_no_other_command(tmp_path):
