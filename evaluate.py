@@ -179,13 +179,15 @@ def sign_test(wins, losses):
 # All policies
 
 
+def unsolvable_tasks(policies):
+    """The ids of tasks whose own solution fails its tests."""
+    return {episode["task"]["task_id"] for policy in policies.values() for of_seed in policy
+            for episode in of_seed if SOLUTION_FAILED in episode["reasons"].values()}
+
+
 def score(policies, draws=2000):
     """What results.json holds: numbers and comparisons of policies, name -> episodes by seed."""
     task_ids, domain = shared_tasks(policies)
-    episodes = [episode for policy in policies.values() for of_seed in policy
-                for episode in of_seed]
-    unsolvable = {episode["task"]["task_id"] for episode in episodes
-                  if SOLUTION_FAILED in episode["reasons"].values()}
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
     limits = dict(NUMBERS)
     if DOMAINS[domain].logged:
@@ -219,8 +221,8 @@ def score(policies, draws=2000):
     ranking = sorted(achieved, key=lambda name: -achieved[name])
     return {
         "domain": domain, "metric": metric, "reward_heading": DOMAINS[domain].reward_heading,
-        "tasks": len(task_ids), "unsolvable": len(unsolvable), "draws": draws, "policies": facts,
-        "ranking": ranking,
+        "tasks": len(task_ids), "unsolvable": len(unsolvable_tasks(policies)), "draws": draws,
+        "policies": facts, "ranking": ranking,
         "comparisons": comparisons([(name, first, key) for name in others
                                     for key in ("success", "reward")]),
         "leads": comparisons([(ranking[0], name, metric) for name in ranking[1:]]),
