@@ -1,12 +1,12 @@
 """ColBench: tasks, dialogue rules, what each party sees (SWEET-RL, arXiv 2503.15478, section 3).
 
 An agent talks up to ten turns with a simulated human who has something in mind that the agent
-cannot see. It delivers a Python function (backend, graded by hidden tests) or a web page
-(frontend, graded by image similarity).
+cannot see. Then the agent delivers a Python function (backend, graded by hidden tests) or a web
+page (frontend, graded by image similarity).
 
   1. A task is one JSON line: what the human says first, what the human has in mind, hidden tests.
   2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`
-     (of pages `human_page_view`). What the critic sees is defined in train_critic.py.
+     (for pages `human_page_view`). train_critic.py defines what the critic sees.
   3. A judge gives the answer its reward. Model-written code and pages run only in sandboxed child
      processes: judge/.
   4. DOMAINS holds all that differs between functions and pages. A new domain is one more entry.
@@ -45,7 +45,7 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human
 
 
 def split_message(task, text, last_turn):
-    """(what the human reads, the answer or None) of one agent message, without its thoughts.
+    """(what the human reads, the answer or None), from one agent message without its thoughts.
 
     The answer stands after ANSWER_MARKER ("I WANT TO ANSWER:"), up to the next marker if there is
     one. If the last turn lacks the marker, its whole message is the answer.
@@ -64,7 +64,7 @@ THOUGHTS, END_OF_THOUGHTS = "<think>", "</think>"
 
 
 def without_thoughts(text):
-    """What a reasoning model says after its thoughts; None where they never end.
+    """What a reasoning model says after its thoughts; None if they never end.
 
     Some chat templates put the opening tag into the prompt, so the text has only the closing one.
     """
@@ -77,7 +77,7 @@ def without_thoughts(text):
 # -----------------------------------------------------------------------------
 # What each party sees
 
-# {max_turns} is filled in; a dialogue of one turn has a text of its own
+# {max_turns} is filled in. With --max_turns 1, the prompts for one turn take their place
 BACKEND_AGENT_PROMPT = (
     "You help a person who needs a Python function. The person has details in mind that the request"
     " leaves out. Each message of yours is either one short question about such a detail, or your"
@@ -124,16 +124,16 @@ FRONTEND_HUMAN_PROMPT = (
 
 def agent_prompt_of(task, prompt, max_turns=MAX_TURNS):
     """The agent's instructions: the given prompt (an empty one means none), or the domain's own."""
-    domain = DOMAINS[task["domain"]]
-    if prompt is None and max_turns == 1 and domain.one_turn_prompt:
-        prompt = domain.one_turn_prompt
-    elif prompt is None:
+    if prompt is None:
+        domain = DOMAINS[task["domain"]]
         prompt = domain.agent_prompt
+        if max_turns == 1 and domain.one_turn_prompt:
+            prompt = domain.one_turn_prompt
     return filled(prompt, {"max_turns": str(max_turns)})
 
 
 def prompt_of_episode(episode):
-    """The instructions that the agent had; official episodes omit them."""
+    """The instructions that the agent had; the domain's own if the episode does not tell."""
     max_turns = episode.get("max_turns") or MAX_TURNS
     return agent_prompt_of(episode["task"], episode.get("agent_prompt"), max_turns)
 
@@ -153,12 +153,13 @@ def agent_view(episode):
     """(messages, finished): what the agent saw and said; whether each turn ended by itself."""
     history = episode["dialogue_history"]
     turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
+    # up to the last turn: what follows it, as in some logs, the agent did not answer
     messages = agent_messages(history[:turns[-1] + 1], prompt_of_episode(episode))
     return messages, [history[index].get("finished") is not False for index in turns]
 
 
 def first_request(messages):
-    """The index of the first user message, which a system message may precede."""
+    """The index of the first user message; a system message may stand before it."""
     return next(index for index, message in enumerate(messages) if message["role"] == "user")
 
 
@@ -166,15 +167,15 @@ def human_messages(task, history, prompt, judge=None):
     """What the human of a backend task sees: what it has in mind, and the dialogue, roles swapped.
 
     A prompt with the placeholder {dialogue_history}, as the official ones have, becomes one user
-    message instead.
+    message instead. `judge` is for domains whose human sees pages.
     """
-    party = {"assistant": "agent", "user": "human"}
-    dialogue = "\n".join(f"{party[message['role']]}: {message['content']}" for message in history)
-    text = filled(prompt, task | {"dialogue_history": dialogue})
     if "{dialogue_history}" in prompt:
+        party = {"assistant": "agent", "user": "human"}
+        lines = [f"{party[message['role']]}: {message['content']}" for message in history]
+        text = filled(prompt, task | {"dialogue_history": "\n".join(lines)})
         return [{"role": "user", "content": text}]
     swapped = {"user": "assistant", "assistant": "user"}
-    return [{"role": "system", "content": text}] + [
+    return [{"role": "system", "content": filled(prompt, task)}] + [
         {"role": swapped[message["role"]], "content": message["content"]}
         for message in history[1:]]  # history[0], the request, is {problem_description}
 
@@ -204,7 +205,10 @@ def human_page_view(task, history, prompt, judge):
 
 
 def filled(prompt, fields):
-    """The prompt with each {name} of a text field filled in, in one pass; other braces stay."""
+    """The prompt with each {name} of a text field filled in; all other braces stay.
+
+    One pass, so braces within a field stay, too.
+    """
     def fill(match):
         value = fields.get(match[1])
         return value if isinstance(value, str) else match[0]
@@ -243,7 +247,7 @@ class Domain(typing.NamedTuple):
     complete: typing.Callable = lambda task, where: None
     reply_chars: int = 400  # most characters of a human reply; the rest is cut off
     human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
-    # True: a reward of 1 is a success, less is a failure. False: episodes have a reward alone
+    # True: a reward of 1 is a success, less is a failure. False: episodes have only a reward
     has_success: bool = True
     success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
@@ -325,29 +329,29 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
     `prompt`, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
     """
     _, end_text = end_of_turn(tokenizer)
-    prompt_ends = [index for index, message in enumerate(messages)
-                   if message["role"] == "assistant"]
+    starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if prompt or messages[-1]["role"] != "assistant":
-        prompt_ends.append(len(messages))
+        starts.append(len(messages))  # of the turn that is still to be said
     ids, turn_index = [], []
     rendered = ""  # what these ids say
-    for turn, index in enumerate(prompt_ends):
+    for turn, index in enumerate(starts):
         before = render(tokenizer, messages[:index])  # with the generation prompt
         if not before.startswith(rendered):
             raise UnnestedTemplate(
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
-        added, = prompt_ids(tokenizer, [before[len(rendered):]])
+        [added] = prompt_ids(tokenizer, [before[len(rendered):]])
         ids += added
         turn_index += [-1] * len(added)
-        if index < len(messages):
-            text = messages[index]["content"]
-            closed = finished[turn] if turn < len(finished) else True
-            added, = turn_ids(tokenizer, [text], [closed])
-            ids += added
-            turn_index += [turn] * len(added)
-            rendered = before + text + (end_text if closed else "")
+        if index == len(messages):
+            break
+        text = messages[index]["content"]
+        closed = finished[turn] if turn < len(finished) else True
+        [added] = turn_ids(tokenizer, [text], [closed])
+        ids += added
+        turn_index += [turn] * len(added)
+        rendered = before + text + (end_text if closed else "")
     return ids, turn_index
 
 
@@ -357,7 +361,7 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
     A longer one loses its oldest turns, each with the reply to it, never part of a turn; `dropped`
     is their number. None if the last turn does not fit.
     """
-    head = first_request(messages) + 1
+    head = first_request(messages) + 1  # instructions and request always stay
     roles = [message["role"] for message in messages]
     # Drop none, one, two ... of the oldest turns until the rest fits; a prompt may lose all of them
     starts = [head]
@@ -376,9 +380,9 @@ def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
 def encode_candidates(tokenizer, messages, texts, finished, max_length):
     """(ids, turn_index, dropped) of each candidate for the next turn of one dialogue.
 
-    All stand after the same prompt and are turn 0. None if the longest does not fit. A candidate
-    that was cut at the token limit (finished: False) gets no end-of-turn token, so that the policy
-    does not learn to stop there.
+    Each is turn 0 after the same prompt. If the longest does not fit, the result is None. A
+    candidate that was cut at the token limit (finished: False) gets no end-of-turn token, so that
+    the policy does not learn to stop there.
     """
     turns = turn_ids(tokenizer, texts, finished)
     encoded = encode_within(tokenizer, messages, max_length - max(map(len, turns)), prompt=True)

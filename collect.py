@@ -4,7 +4,7 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
   2. `--batch_size` dialogues run at a time, a thread for each; a local model
      answers all that wait for it as one batch.                                  speakers/pool.py
   3. With `--states EPISODES`, nothing is played: in states of these episodes, the
-     agent is sampled for `--num_candidates` candidates, for a critic to rank.   candidates
+     agent gives `--num_candidates` candidates each, for a critic to rank.       candidates
 
     python collect.py --tasks toy:backend:train --num_tasks 500 --samples_per_task 6 \
         --agent toy/base --output episodes.jsonl
@@ -57,7 +57,7 @@ from speakers.roles import (
 
 
 class Rules(typing.NamedTuple):
-    agent_prompt: str  # may hold {max_turns}; "": none
+    agent_prompt: str  # {max_turns} is filled in; "" means no instructions
     human_prompt: str
     max_turns: int
     reply_chars: int | None  # most characters of a human reply; None: the domain's number
@@ -78,12 +78,12 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     def ask(speaker, messages):
         key = (task["task_id"], sample)
         seed = derive_seed(rules.seed, *key, len(history))
-        # models read the messages and nothing else; only scripted speakers read the task
+        # `task` is for scripted speakers; models read only the messages
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
         while answer is None:
-            party = "agent"  # whose turn it is
+            party = "agent"  # whose turn it is, which an error tells
             said = ask(agent, agent_messages(history, prompt))
             turns += 1
             # what the human reads; `output` is all that the agent wrote, its thoughts included
@@ -97,15 +97,16 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                     view = history
                 else:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
-                reply = spoken(ask(human, view).text,
-                               "raise --human_max_new_tokens, or turn the model's thinking off")
+                reply = spoken(ask(human, view).text,  # without a model's thoughts
+                               advice="raise --human_max_new_tokens, or turn the model's thinking"
+                               " off")
                 limit = rules.reply_chars or domain.reply_chars
                 history.append({"role": "user", "content": reply[:limit]})
         party = "judge"  # which may ask a model, too
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:
         error = f"{party}: {reason}"
-    except Exception as bug:  # a night of rollouts must survive one odd dialogue
+    except Exception as bug:  # one odd dialogue must not end hours of play
         error = f"{type(bug).__name__}: {bug}"
         show_bug()
 
@@ -139,7 +140,7 @@ def states_of(episodes):
 def choose_states(episodes, fraction, states_per_task, seed):
     """The states of a share of the tasks, at most `states_per_task` of each.
 
-    Fewer states of each task let the same amount of sampling cover more tasks.
+    With fewer states of each task, as many samples cover more tasks.
     """
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
@@ -149,8 +150,8 @@ def choose_states(episodes, fraction, states_per_task, seed):
         return states
     drawn = []
     for task_id, group in group_by_task(states).items():
-        draw = random.Random(derive_seed(seed, "states", task_id))
-        drawn += draw.sample(group, min(states_per_task, len(group)))
+        rng = random.Random(derive_seed(seed, "states", task_id))
+        drawn += rng.sample(group, min(states_per_task, len(group)))
     return drawn
 
 
@@ -173,12 +174,11 @@ def candidates(state, agent, n, seed):
 def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()):
     """Play what `args.output` lacks; returns all episodes, on the leader.
 
-    For variants: another `open_agent`, the checkpoints `models` that it needs, and `notes` that go
-    into every episode.
+    A variant gives another `open_agent`, the checkpoints that it loads (`models`), and `notes` for
+    every episode.
     """
-    # also sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
-    tasks, domain, prompts, inputs = read_tasks_and_prompts(args, process)
-    agent_prompt, human_prompt = prompts
+    # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
+    tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
@@ -206,7 +206,7 @@ def collect_states(args, process):
         agent = open_agent(args, process)
         at_once = agent.states_at_once(args.batch_size, args.num_candidates)
 
-        def work(key, on_turn):  # which is unused, since no turn is played
+        def work(key, on_turn):  # no turn is played, so on_turn is unused
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
         fill(store, jobs, work, (agent,), in_flight=at_once)
@@ -214,7 +214,7 @@ def collect_states(args, process):
 
 
 def open_store(args, process, key, inputs, models=()):
-    """The output with earlier rows, failed ones dropped; refuses the file of another command."""
+    """The output, without earlier rows that failed; the file of another command is refused."""
     return open_rows(args.output, vars(args), inputs, process, key,
                      models=(args.agent, args.human, *models), may_differ=["batch_size"],
                      keep=lambda row: not row.get("error"))
@@ -235,7 +235,7 @@ def main(args):
 
 
 def collect_parser(description):
-    """Variants add flags of their own; one that `needs="tasks"` keeps --states away."""
+    """A variant adds its own flags; a required one with `needs="tasks"` makes --states an error."""
     parser = FlagParser(description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"

@@ -2,9 +2,10 @@ r"""Evaluate policies from their episodes: means, intervals, differences, who wo
 
   1. The samples of a task are averaged first, then the tasks. An episode with
      an error counts only in the error rate.                                   task_means
-  2. Each 95 % interval is a bootstrap that resamples tasks and seeds. If all
-     outcomes are equal, it has no width, and Wilson's interval replaces it.    interval, bounds
-  3. Every policy is compared with the first one, and the best with every
+  2. Each 95 % interval is a bootstrap that resamples tasks and seeds. For a
+     share, Wilson's interval replaces it if all outcomes are equal, since a
+     bootstrap then has no width.                                               interval, bounds
+  3. Every policy is compared with the first one, and the best one with every
      other, on the same tasks: difference, win rate, sign test.                 compare
 The script plays nothing and loads no model.
 
@@ -55,14 +56,14 @@ LEAK = 0.5  # a human reply that repeats this share of the solution has leaked i
 
 
 def episode_numbers(episode):
-    """The numbers of one episode; a mean omits the episodes that lack it."""
+    """The numbers of one episode; a number that it lacks is no part of a mean."""
     if episode["error"]:
         return {"errors": 1.0}
     said = [message.get("output") or message["content"]
             for message in episode["dialogue_history"] if message["role"] == "assistant"]
     numbers = {"errors": 0.0, "reward": float(episode["reward"]), "turns": float(len(said)),
                "words": float(sum(len(text.split()) for text in said))}
-    if episode["success"] is not None:  # of pages and logs, the reward is all there is
+    if episode["success"] is not None:  # pages and logs have a reward, but no success
         success, leaking = float(episode["success"]), episode["leak"] >= LEAK
         numbers |= {"success": success, "no_answer": float(lacks_answer(episode)),
                     "leaking": float(leaking)}
@@ -72,7 +73,7 @@ def episode_numbers(episode):
 
 
 def task_means(episodes, task_ids):
-    """Key -> the mean over the samples of each task (T,), NaN where no sample has the number."""
+    """Number -> its mean over the samples of each task, (T,); NaN if no sample has it."""
     samples = {task_id: defaultdict(list) for task_id in task_ids}
     for episode in episodes:
         for key, value in episode_numbers(episode).items():
@@ -101,9 +102,9 @@ def drawn_means(sums, counts):
 def interval(values, seed_draws, task_draws, limits=None):
     """Mean of values (R, T) with a 95 % bootstrap interval; NaN marks a task without a value.
 
-    Every seed plays the same tasks. A draw therefore takes seeds with replacement and,
-    independently, tasks with replacement, the same ones for all seeds; seed_draws (D, R) and
-    task_draws (D, T) hold how often each was taken.
+    A draw takes seeds and, independently, tasks, both with replacement. The tasks are the same for
+    all seeds of a draw, since every seed plays the same tasks. seed_draws (D, R) and task_draws
+    (D, T) say how often each was taken.
     """
     present = ~numpy.isnan(values)
     if not present.any():
@@ -118,10 +119,11 @@ def interval(values, seed_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all outcomes are equal, or there is one task, a bootstrap has no width, and Wilson's interval
-    takes its place. Of n successes in n tasks it is [1 - u, 1] with u = z² / (n + z²): a share u
-    counts as unseen. Unseen tasks have the least possible value at the low end, the greatest at the
-    high end (`limits`). Without limits, one task has no interval.
+    If all outcomes are equal, a bootstrap has no width, and Wilson's interval takes its place,
+    which for n successes in n tasks is [1 - u, 1] with u = z² / (n + z²). That is as if a share u
+    of the tasks had not been seen: they get the least possible value at the low end, the greatest
+    at the high end (`limits`). One task is treated so, too. Without limits, it has no interval, and
+    equal outcomes keep their width of 0.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
@@ -149,22 +151,22 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     count = len(gaps)
     if limits is not None:
         limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
-    low_high = bounds(drawn_means(drawn_gaps * task_draws, task_draws), count, limits)
-    rate_low_high = bounds(drawn_means(drawn_points * task_draws, task_draws), count, SHARE)
+    gap_bounds = bounds(drawn_means(drawn_gaps * task_draws, task_draws), count, limits)
+    rate_bounds = bounds(drawn_means(drawn_points * task_draws, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
     # A bootstrap over few tasks is too narrow, so the sign test must agree
-    low, high = low_high["low"], low_high["high"]
+    low, high = gap_bounds["low"], gap_bounds["high"]
     excludes_zero = low is not None and (low > 0 or high < 0)
-    return {"difference": {"value": float(gaps.mean())} | low_high,
-            "win_rate": {"value": float(points.mean())} | rate_low_high,
+    return {"difference": {"value": float(gaps.mean())} | gap_bounds,
+            "win_rate": {"value": float(points.mean())} | rate_bounds,
             "tasks": count, "wins": wins, "losses": losses, "sign_test_p": p,
             "settled": excludes_zero and p < 0.05}
 
 
 def win_points(gaps):
     """1 for each task where ours is ahead, 0 where it is behind, one half for a tie."""
-    # equal sums, added in another order, are a tie
+    # rounded, so that equal sums which were added in another order are a tie
     return (numpy.sign(numpy.round(gaps, 12)) + 1) / 2
 
 
@@ -180,13 +182,13 @@ def sign_test(wins, losses):
 
 
 def unsolvable_tasks(policies):
-    """The ids of tasks whose own solution fails its tests."""
-    return {episode["task"]["task_id"] for policy in policies.values() for of_seed in policy
-            for episode in of_seed if SOLUTION_FAILED in episode["reasons"].values()}
+    """The ids of tasks whose own solution fails a test."""
+    return {episode["task"]["task_id"] for seeds in policies.values() for episodes in seeds
+            for episode in episodes if SOLUTION_FAILED in episode["reasons"].values()}
 
 
 def score(policies, draws=2000):
-    """What results.json holds: numbers and comparisons of policies, name -> episodes by seed."""
+    """What results.json holds. policies: name -> seeds, each a list of episodes."""
     task_ids, domain = shared_tasks(policies)
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
     limits = dict(NUMBERS)
@@ -195,18 +197,18 @@ def score(policies, draws=2000):
     task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, T)
     values, seed_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
     facts = {}  # policy -> all that is said of it
-    for name, policy in policies.items():
-        seeds = [task_means(of_seed, task_ids) for of_seed in policy]
-        values[name] = {key: numpy.array([means[key] for means in seeds]) for key in NUMBERS}
+    for name, seeds in policies.items():
+        means = [task_means(episodes, task_ids) for episodes in seeds]
+        values[name] = {key: numpy.array([of_seed[key] for of_seed in means]) for key in NUMBERS}
         # seeded by the name, so that an interval does not depend on the other policies
         generator = numpy.random.default_rng([0, *name.encode()])
-        seed_draws[name] = draw_counts(generator, len(policy), draws)
-        facts[name] = facts_of(policy) | {"numbers": {
+        seed_draws[name] = draw_counts(generator, len(seeds), draws)
+        facts[name] = facts_of(seeds) | {"numbers": {
             key: interval(table, seed_draws[name], task_draws, limits[key])
             for key, table in values[name].items()}}
 
     def comparisons(wanted):
-        """Compare each (policy, against, key); omit those that no task has the number for."""
+        """Compare each (policy, against, key); where no task has this number of both, omit it."""
         entries = []
         for name, against, key in wanted:
             found = compare(values[name][key], values[against][key], seed_draws[name],
@@ -234,7 +236,7 @@ def score(policies, draws=2000):
 
 
 def main(args):
-    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes, one is enough
+    if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process evaluates
         return
     results = score(read_policies(args.policies))
     tables = all_tables(results)

@@ -25,9 +25,9 @@ line:
 
 To change                  edit
     the loss               critic_loss; critic_objective for the NLL term and what is logged
-    what the loss knows    Row: a field for it with a default (the episode's reward, for example),
-                           which dialogue_row fills in
-    the advantage          advantage, NORMALISERS; a new parameter of it also goes through
+    what the loss knows    Row: add a field with a default value, which dialogue_row fills in (for
+                           example with the episode's reward)
+    the advantage          advantage, NORMALISERS; pass a new parameter of it through
                            critic_objective (training), read_critic_flags and Critic (ranking)
     the pairs              pair_episodes
     what the critic reads  PRIVILEGED, critic_messages
@@ -87,7 +87,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `tokens` is how many tokens each turn has; all (R, S). Empty turns, and the padding of shorter
     dialogues, get 0.
     """
-    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; 1 for an empty turn
+    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; at least 1, as 0 / 0 is no number
     return (logprobs - reference) / divisor
 
 
@@ -133,23 +133,30 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-# Any field of the task may stand here. toy/base knows no other text than this note: for another,
-# train it anew (runs/make_toy_base.sh). What is shown must be equal in both dialogues of a pair, or
-# the critic learns it in place of the turns. To show something of the episode, add it to the task
-# in dialogue_row, and in states_of of collect.py.
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
+
+
+def solution_note(task):
+    """The solution c, in the only words in which toy/base has learnt to read it."""
+    if not task["ground_truth"].strip():  # only logs may lack it
+        raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
+                         " known only afterwards; add it to the logs, or train with --privileged"
+                         " none")
+    return SOLUTION_NOTE.format(solution=task["ground_truth"])
+
+
+# An entry may show any field of the task, or a new one that dialogue_row and, for the candidates,
+# states_of in collect.py add to it. Both dialogues of a pair must show the same, or the critic
+# learns the difference in what is shown, not in the turns. toy/base knows none but these two:
+# for another, train it anew (runs/make_toy_base.sh).
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
-    "ground_truth": lambda task: SOLUTION_NOTE.format(solution=task["ground_truth"]),
+    "ground_truth": solution_note,
     "none": lambda task: "",
 }
 
 
 def critic_messages(task, messages, privileged="ground_truth"):
-    """What critic and reference see: the agent's messages, the solution c before the request."""
-    if privileged != "none" and not task["ground_truth"].strip():  # only logs may lack it
-        raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
-                         " known only afterwards; add it to the logs, or train with --privileged"
-                         " none")
+    """What critic and reference read: the agent's messages, the solution c before the request."""
     first = first_request(messages)
     content = PRIVILEGED[privileged](task) + messages[first]["content"]
     return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
@@ -174,10 +181,10 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """The number of tokens before the last turn, by which batches are sorted.
+        """The number of tokens before the last turn. Batches are sorted by it.
 
-        Rows of similar length then need little padding, and the candidates of a state, for which it
-        is equal, stay together.
+        Rows of similar length then need little padding. It is equal for all candidates of a state,
+        so they stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -193,16 +200,16 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
 
 
 def what_fits(rows, max_length):
-    """What `max_length` has cut, in words; `rows` holds None for a dialogue that does not fit."""
+    """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows, sorted by id.
+    """Task id -> its pairs of rows, in the order of the ids.
 
-    The caller has set episode["row"], to None if the episode does not fit.
+    It reads episode["row"], which the caller has set, to None if the episode does not fit.
     """
     pairs_of = {}
     for task_id, group in sorted(group_by_task(episodes).items()):
@@ -230,7 +237,7 @@ def turn_logprobs(model, rows):
     logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
     turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S)
+    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S); token t + 1 is in turn s
     return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
 
 
@@ -242,7 +249,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
     margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), to be logged
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
-    token_nll = row_nll.chunk(2)[0]  # of the chosen, (B,)
+    token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "nll": token_nll}
 
@@ -280,12 +287,12 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
         raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
     batches = []
     for epoch in range(epochs):
-        draw = random.Random(derive_seed(seed, "order", epoch))
+        rng = random.Random(derive_seed(seed, "order", epoch))
         if shuffle == "groups":
-            groups = draw.sample(groups, len(groups))
+            groups = rng.sample(groups, len(groups))
         pairs = [pair for group in groups for pair in group]
         if shuffle == "pairs":
-            draw.shuffle(pairs)
+            rng.shuffle(pairs)
         batches += [pairs[start:start + batch_size] for start in range(0, len(pairs), batch_size)]
     return batches
 
@@ -294,8 +301,8 @@ def split_tasks(task_ids, holdout, seed):
     """(task ids to train on, held out): whole tasks, after a seeded shuffle."""
     task_ids = sorted(task_ids)
     random.Random(derive_seed(seed, "holdout")).shuffle(task_ids)
-    # 1e-9: as floats, 0.07 * 100 is more than 7. At least one task stays for training
-    count = min(math.ceil(holdout * len(task_ids) - 1e-9), len(task_ids) - 1)
+    count = math.ceil(holdout * len(task_ids) - 1e-9)  # as floats, 0.07 * 100 is more than 7
+    count = min(count, len(task_ids) - 1)  # at least one task stays for training
     return task_ids[count:], task_ids[:count]
 
 
@@ -328,7 +335,7 @@ def main(args):
         from fast.packed import turn_logprobs
     if args.episodes:
         if args.candidates:
-            read_candidates(args.candidates)  # `rank` reads it; here, it refuses a bad file early
+            read_candidates(args.candidates)  # refuses a bad file before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -338,7 +345,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # remove the rankings that this critic has left after fewer steps
+    # a larger --max_steps trains this critic on: what it ranked before is out of date
     run.remove("ranked.jsonl", "ranked.jsonl.r*")
 
     # 1. pairs of rows; some tasks are held out
@@ -351,12 +358,12 @@ def train(args):
             f" ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
-    # each row once, although pairs share rows; all processes must have read the same ones
+    # a row may be in several pairs, and counts once; all processes must have read the same rows
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the critic. Before run.resume, below, it is pi_ref, so no second model is needed. It has no
-    # dropout; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
+    # 2. the critic. Until run.resume, below, its weights are those of pi_ref, so no second model is
+    # needed. Its dropout is 0; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -372,8 +379,8 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the processes; `weight`, their number, makes that a sum (0: a
-        # pair that is repeated on a process for which none was left)
+        # FSDP takes the mean of the processes' gradients, and `weight`, their number, makes it a
+        # sum. All must run as many forwards: one that has no pair left repeats one, with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -415,7 +422,7 @@ class Critic:
         flags = read_critic_flags(path)
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         # plain, as in the official ranking: the reference does not see the solution
-        self.seen_by_reference = "none" if reference == "plain" else self.privileged
+        self.reference_privileged = "none" if reference == "plain" else self.privileged
         self.normalise = flags["normalise"]
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
@@ -423,29 +430,29 @@ class Critic:
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        rows = self.candidates(task, messages, texts, finished, self.privileged)
-        seen = rows  # by the reference
-        if self.seen_by_reference != self.privileged:
-            seen = self.candidates(task, messages, texts, finished, self.seen_by_reference)
-        if rows is None or seen is None:
+        rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
+        reference_rows = rows
+        if self.reference_privileged != self.privileged:
+            reference_rows = self.candidate_rows(task, messages, texts, finished,
+                                                 self.reference_privileged)
+        if rows is None or reference_rows is None:
             return None
-        advantages = self.turn_advantages(rows, seen)  # (R, S)
-        return advantages.sum(1).tolist()  # a candidate is one turn; if all are empty, S is 0
+        return self.turn_advantages(rows, reference_rows).sum(1).tolist()  # of one turn each
 
-    def candidates(self, task, messages, texts, finished, privileged):
+    def candidate_rows(self, task, messages, texts, finished, privileged):
         """The rows of candidates; None if they do not fit."""
         messages = critic_messages(task, messages, privileged)
         texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
         encoded = encode_candidates(self.tokenizer, messages, texts, finished, self.max_length)
         return [Row(*row) for row in encoded] if encoded else None
 
-    def dialogue(self, episode):
+    def dialogue_row(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
 
     @torch.no_grad()
     def turn_advantages(self, rows, reference_rows=None):
-        """The advantage of each turn of the rows, (R, S); the reference may read other rows."""
+        """The advantage of each turn, (R, S); the reference may read other rows of these turns."""
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
         reference, _ = turn_logprobs(self.reference, reference_rows or rows)
         advantages = advantage(logprobs, reference, tokens, self.normalise)
@@ -458,7 +465,7 @@ class Critic:
 
 
 def rank(args):
-    """Write ranked candidates; each process ranks a share of the states."""
+    """Give the candidates of --candidates their advantages; the processes share the states."""
     critic_flags = read_critic_flags(args.output)
     if critic_flags["privileged"] == "none" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that does not see the solution"
@@ -469,10 +476,11 @@ def rank(args):
     flags = {"candidates": args.candidates, "critic": args.output, "reference": args.reference,
              "dtype": args.dtype}
     inputs = [args.candidates, Path(args.output, "run.json")]
-    store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")  # survives a kill
+    # rows are appended one by one, so a killed command goes on where it stopped
+    store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
     jobs = {state_key(state): state for state in states}
     mine = store.missing(jobs)
-    if mine:  # else the loop below is empty, and no model is loaded
+    if mine:  # a model is loaded only for states that are left to rank
         critic = Critic(args.output, process.device, args.dtype, args.reference)
     for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
         state = jobs[key]
@@ -499,12 +507,12 @@ def parse_args(argv=None):
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
-                        " is omitted if its last turn does not fit")
+                        " is omitted if even its last turn does not fit")
     parser.add_argument("--privileged", choices=tuple(PRIVILEGED), default="ground_truth",
                         help="what the critic sees besides the dialogue: the solution, or nothing")
     parser.add_argument("--normalise", choices=tuple(NORMALISERS), default="turn",
-                        help="what divides a turn's log-ratio: its tokens (paper), those of the"
-                        " trajectory (official code), or nothing")
+                        help="what a turn's log-ratio is divided by: the number of its tokens"
+                        " (turn; paper), of the dialogue's (trajectory; official code), or nothing")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired. best_vs_rest: the best with"
                         " every worse one, if the best passed all tests (official code);"
@@ -545,7 +553,7 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
-        # all other flags are for training only
+        # all flags but these are for training only
         of_training = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
         parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
     if args.privileged == "none":

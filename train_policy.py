@@ -1,6 +1,6 @@
 r"""Train the policy of SWEET-RL from ranked candidates (arXiv 2503.15478, section 4.3).
 
-  1. A ranker, usually the critic, has given each candidate of a state its advantage
+  1. The input: a ranker, usually the critic, gave each candidate of a state its advantage
      (train_critic.py --candidates). The policy never sees the solution.
   2. Pairs are drawn: a candidate of the better half and one of the worse.     make_pairs
   3. DPO on these pairs of turns trains the policy: Eq. (4).                   dpo_loss
@@ -22,15 +22,16 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
-    the loss                  dpo_loss; dpo_objective for the NLL term, for what is logged, and
-                              for a loss without pi_ref (then omit set_reference). Both also
-                              apply with --episodes
-    what the loss knows       Row: a field for it with a default (the advantage, for example),
-                              which candidate_pairs fills in. For a loss per token, let turn_index
-                              number the agent's tokens in place of its turns
+    the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term and
+                              for what is logged. For a loss without pi_ref, edit both and remove
+                              the call of set_reference
+    what the loss knows       Row: add a field with a default value, which candidate_pairs fills in
+                              (for example with the advantage). For a loss per token, let
+                              turn_index number the agent's tokens in place of its turns
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
-    rows per example          candidate_pairs: the loop takes tuples of any number of rows
+    rows per example          candidate_pairs, dpo_objective: batches and references take tuples of
+                              any length
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
                               `PACKED= make toy`)
@@ -42,9 +43,9 @@ Code that both trainers share is duplicated, so that each can be read alone; tes
 keeps the copies equal (a fork that changes one adds its name to OWN there).
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
-Difference from the paper: four pairs of a state are drawn, as in the official code, not one
-(`--pairs_per_state 1`). From the official code: the NLL term covers agent tokens only; candidates
-that were cut at the token limit get no end-of-turn token; equal texts are never a pair.
+Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws
+one (`--pairs_per_state 1`). From the official code: the NLL term covers agent tokens only;
+candidates that were cut at the token limit get no end-of-turn token; equal texts are never a pair.
 """
 
 import dataclasses
@@ -81,12 +82,12 @@ def dpo_loss(chosen, rejected, beta):
 PAIRINGS = ("halves", "positive_vs_negative")
 
 
-def make_pairs(texts, advantages, pairing, pairs_per_state, draw):
+def make_pairs(texts, advantages, pairing, pairs_per_state, rng):
     """At most `pairs_per_state` drawn pairs (chosen, rejected), as indices of the N candidates.
 
-    halves (paper): one of the better and one of the worse half by advantage; positive_vs_negative:
-    one of positive and one of negative advantage, if the state has both. A text sampled k times is
-    k candidates. Pairs of equal texts, of equal advantages or with an empty text are dropped.
+    halves (paper) pairs the better half, by advantage, with the worse; positive_vs_negative pairs
+    advantages above 0 with those below. A text that was sampled k times counts as k candidates. The
+    two of a pair differ in text and in advantage, and neither text is empty.
     """
     ranked = sorted(range(len(texts)), key=lambda index: -advantages[index])
     if pairing == "halves":
@@ -100,13 +101,13 @@ def make_pairs(texts, advantages, pairing, pairs_per_state, draw):
     pairs = [(chosen, rejected) for chosen in better for rejected in worse
              if advantages[chosen] > advantages[rejected] and texts[chosen] != texts[rejected]
              and texts[chosen].strip() and texts[rejected].strip()]
-    return draw.sample(pairs, min(pairs_per_state, len(pairs)))
+    return rng.sample(pairs, min(pairs_per_state, len(pairs)))
 
 
 def state_pairs(state, pairing, pairs_per_state, seed):
-    """`make_pairs` of a ranked state. Its draw depends on state and seed alone."""
-    draw = random.Random(derive_seed(seed, "pairs", *state_key(state)))
-    return make_pairs(state["candidates"], state["advantages"], pairing, pairs_per_state, draw)
+    """The pairs of a ranked state, which depend on this state and the seed alone."""
+    rng = random.Random(derive_seed(seed, "pairs", *state_key(state)))
+    return make_pairs(state["candidates"], state["advantages"], pairing, pairs_per_state, rng)
 
 
 PAIRS = ("best_vs_rest", "success_vs_failure", "all")
@@ -160,22 +161,22 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """The number of tokens before the last turn, by which batches are sorted.
+        """The number of tokens before the last turn. Batches are sorted by it.
 
-        Rows of similar length then need little padding, and the candidates of a state, for which it
-        is equal, stay together.
+        Rows of similar length then need little padding. It is equal for all candidates of a state,
+        so they stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
 
 def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, seed):
-    """(pairs of rows, one list per state; the number of pairs that are too long)."""
+    """(pairs of rows, one list per state; the number of pairs in states that do not fit)."""
     pairs_of_states, too_long = [], 0
     for state in states:
         pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
-        # only what is in a pair is encoded, and has to fit
+        # the candidates in pairs; if the longest of them does not fit, the state is omitted
         used = sorted({index for pair in pairs for index in pair})
         encoded = encode_candidates(tokenizer, state["messages"],
                                     [state["candidates"][index] for index in used],
@@ -198,16 +199,16 @@ def dialogue_row(tokenizer, episode, max_length):
 
 
 def what_fits(rows, max_length):
-    """What `max_length` has cut, in words; `rows` holds None for a dialogue that does not fit."""
+    """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
     shorter = sum(row.dropped > 0 for row in rows if row)
     return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
             f" {rows.count(None)} are omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
-    """Task id -> its pairs of rows, sorted by id.
+    """Task id -> its pairs of rows, in the order of the ids.
 
-    The caller has set episode["row"], to None if the episode does not fit.
+    It reads episode["row"], which the caller has set, to None if the episode does not fit.
     """
     pairs_of = {}
     for task_id, group in sorted(group_by_task(episodes).items()):
@@ -235,7 +236,7 @@ def turn_logprobs(model, rows):
     logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
     turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S)
+    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S); token t + 1 is in turn s
     return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
 
 
@@ -247,7 +248,7 @@ def dpo_objective(model, pairs, beta, nll):
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
     margin = beta * (chosen - rejected)  # as in Eq. (4), to be logged
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
-    token_nll = row_nll.chunk(2)[0]  # of the chosen, (B,)
+    token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
             "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
             "nll": token_nll}
@@ -286,23 +287,23 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
         raise ValueError(f"found shuffle {shuffle!r}, expected 'pairs' or 'groups'")
     batches = []
     for epoch in range(epochs):
-        draw = random.Random(derive_seed(seed, "order", epoch))
+        rng = random.Random(derive_seed(seed, "order", epoch))
         if shuffle == "groups":
-            groups = draw.sample(groups, len(groups))
+            groups = rng.sample(groups, len(groups))
         pairs = [pair for group in groups for pair in group]
         if shuffle == "pairs":
-            draw.shuffle(pairs)
+            rng.shuffle(pairs)
         batches += [pairs[start:start + batch_size] for start in range(0, len(pairs), batch_size)]
     return batches
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's own instructions, or None)."""
+    """(pairs of rows, one list per state; the agent's instructions, None if the domain's own)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
     rankers = ", ".join(sorted({state["ranker"] for state in states}))
-    shorter = sum(pairs[0][0].dropped > 0 for pairs in groups)  # its rows have one prompt
+    shorter = sum(pairs[0][0].dropped > 0 for pairs in groups)  # all rows of a state are cut alike
     run.say(f"{len(states)} states ({omitted} failed or unranked ones omitted), ranked by"
             f" {rankers}: {sum(map(len, groups))} pairs; with --max_length {args.max_length},"
             f" {shorter} states lose their oldest turns, and {too_long} more pairs are omitted,"
@@ -312,11 +313,11 @@ def read_candidate_pairs(tokenizer, args, run):
                          f" one state with --pairing {args.pairing}, expected at least one; sample"
                          " more candidates, or give another --pairing, or more than --max_length"
                          f" {args.max_length}")
-    return groups, custom_prompt(states, run.say)  # None if they had the domain's own
+    return groups, custom_prompt(states, run.say)
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's own instructions, or None)."""
+    """(pairs of rows, one list per task; the agent's instructions, None if the domain's own)."""
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
@@ -346,12 +347,12 @@ def main(args):
     read_pairs = read_candidate_pairs if args.candidates else read_episode_pairs
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
-    # each row once, although pairs share rows; all processes must have read the same ones
+    # a row may be in several pairs, and counts once; all processes must have read the same rows
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))
     run.refuse_other_data([row.ids for row in rows])
 
-    # 2. the policy. Before run.resume, below, it is pi_ref, so no second model is needed. It has no
-    # dropout; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
+    # 2. the policy. Until run.resume, below, its weights are those of pi_ref, so no second model is
+    # needed. Its dropout is 0; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -366,8 +367,8 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP averages gradients over the processes; `weight`, their number, makes that a sum (0: a
-        # pair that is repeated on a process for which none was left)
+        # FSDP takes the mean of the processes' gradients, and `weight`, their number, makes it a
+        # sum. All must run as many forwards: one that has no pair left repeats one, with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -378,7 +379,7 @@ def main(args):
 
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
-    run.save(model, tokenizer, agent_prompt)  # with which collect.py lets the policy play
+    run.save(model, tokenizer, agent_prompt)  # which collect.py gives the policy when it plays
 
 
 # -----------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def parse_args(argv=None):
     parser.add_argument("--output", required=True, help="checkpoint directory to write")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
-                        " is omitted if its last turn does not fit")
+                        " is omitted if even its last turn does not fit")
     parser.add_argument("--pairing", choices=PAIRINGS, default="halves", needs="candidates",
                         help="which candidates are paired. halves: one of the better half and one"
                         " of the worse (paper); positive_vs_negative: one of positive and one of"
@@ -409,8 +410,8 @@ def parse_args(argv=None):
                         help="smallest difference in reward in a pair of episodes; for pages, give"
                         " 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
-                        help="what an epoch shuffles: single pairs, or groups: the states (with"
-                        " --episodes, the tasks), each with its pairs side by side")
+                        help="what an epoch shuffles: single pairs, or states (with --episodes,"
+                        " tasks) whose pairs stay side by side")
     # --beta, --nll, --lr, --epochs and --batch_size: the defaults are the paper's Table 5
     parser.add_argument("--beta", type=float, least=0, default=0.1, help="beta of Eq. (4)")
     parser.add_argument("--nll", type=float, least=0, default=0.01,

@@ -130,7 +130,7 @@ def add_advantages(critic, episodes):
     rows = []
     for episode in episodes:
         episode["advantages"] = [None] * episode["turns"]
-        row = critic.dialogue(episode)
+        row = critic.dialogue_row(episode)
         if row:
             rows.append((row, episode))
     rows.sort(key=lambda pair: len(pair[0].ids), reverse=True)  # those of one forward are alike

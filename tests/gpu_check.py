@@ -278,9 +278,11 @@ def compare_checkpoint(name, folder):
     episodes, _ = train_critic.load_episodes([folder / "episodes.jsonl"])
     tasks = train_critic.group_by_task(episodes)
     _, (held_out,) = train_critic.split_tasks(tasks, flags["holdout"], flags["seed"])
-    margins = [flags["beta"] * (critic.turn_advantages([critic.dialogue(better)]).sum()
-                                - critic.turn_advantages([critic.dialogue(worse)]).sum()).item()
-               for better, worse in train_critic.pair_episodes(tasks[held_out])]
+    margins = []
+    for pair in train_critic.pair_episodes(tasks[held_out]):
+        better, worse = [critic.turn_advantages([critic.dialogue_row(episode)]).sum().item()
+                         for episode in pair]
+        margins.append(flags["beta"] * (better - worse))
     report_error(f"checkpoint of the run {name}", [statistics.mean(margins)],
                  [metrics(folder / name)[-1]["holdout/margin"]])
 

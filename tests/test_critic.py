@@ -444,7 +444,7 @@ def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
 def test_a_state_that_is_too_long_has_no_advantages(trained):
     critic = Critic(trained / "critic", "cpu")
     assert critic.advantages(TASK, dialogue("t" * 600), ["a"], [True]) is None
-    assert critic.dialogue(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) is None
+    assert critic.dialogue_row(episode("t", 1.0, texts=("t" * 600, "q", "r", "x"))) is None
 
 
 @pytest.mark.parametrize("forward", [turn_logprobs, packed.turn_logprobs])
@@ -488,7 +488,7 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
     for state in states_of([whole]):
         text = whole["dialogue_history"][2 * state["turn"] + 1]["content"]
         single += critic.advantages(whole["task"], state["messages"], [text], [True])
-    together = critic.turn_advantages([critic.dialogue(whole)])[0].tolist()
+    together = critic.turn_advantages([critic.dialogue_row(whole)])[0].tolist()
     assert together == pytest.approx(single, abs=1e-5) and len(single) == 3
 
 

@@ -451,7 +451,7 @@ def test_advantages_stand_at_their_turns_if_the_last_is_empty_or_the_first_was_d
     row = complete_episode(row)
 
     class TwoTurns:
-        def dialogue(self, found):
+        def dialogue_row(self, found):
             return types.SimpleNamespace(ids=[1], turns=2, dropped=dropped)
 
         def turn_advantages(self, rows):

@@ -200,7 +200,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     model, sight = critic.saved, critic.reader.sight
     task = page_task()
     episode = page_episode(task, ["one page", "another", "the last"], 0.5)
-    scores = critic.turn_advantages([critic.dialogue(episode)])[0].tolist()
+    scores = critic.turn_advantages([critic.dialogue_row(episode)])[0].tolist()
 
     plain = [message | {"content": message["content"].replace("<|image_pad|>", "!")}
              for message in episode["dialogue_history"]]
@@ -211,7 +211,7 @@ def test_a_turns_value_is_the_head_on_the_mean_of_all_hidden_states_so_far(criti
     with torch.no_grad():
         inputs = picture_inputs(sight.processor, [view])
         hidden = model.model(**inputs).last_hidden_state[0]  # (T, D)
-    turns = critic.reader.dialogue(episode).turn_index
+    turns = critic.reader.dialogue_row(episode).turn_index
     ends = [len(turns) - turns[::-1].index(turn) for turn in range(3)]
     expected = model.score(torch.stack([hidden[:end].mean(0) for end in ends]))[:, 0].tolist()
     assert scores == pytest.approx(expected, abs=1e-4)
@@ -238,7 +238,7 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
         text = episode["dialogue_history"][2 * state["turn"] + 1]["content"]
         single += critic.advantages(episode["task"], state["messages"], [text],
                                       [state["turn"] < 2])
-    scores = critic.turn_advantages([critic.dialogue(episode)])[0].tolist()
+    scores = critic.turn_advantages([critic.dialogue_row(episode)])[0].tolist()
     assert scores == pytest.approx(single, abs=1e-4)
 
 
@@ -264,15 +264,15 @@ def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_o
 def test_a_picture_counts_towards_the_length_and_is_never_cut(critic):
     episode = page_episode(page_task(), ["one page " * 20, "another", "the last"], 0.5)
     reader = critic.reader
-    whole, limit = reader.dialogue(episode), reader.max_length
+    whole, limit = reader.dialogue_row(episode), reader.max_length
     try:
         reader.max_length = len(whole.ids) - 1
-        row = reader.dialogue(episode)
+        row = reader.dialogue_row(episode)
         opening = whole.turn_index.index(0)
         assert max(row.turn_index) == 1 and row.ids[:opening] == whole.ids[:opening]
         assert row.ids[:opening].count(critic.model.config.image_token_id) > 4
         reader.max_length = 20
-        assert reader.dialogue(episode) is None
+        assert reader.dialogue_row(episode) is None
     finally:
         reader.max_length = limit
 
@@ -343,7 +343,7 @@ def test_ranks_with_uneven_shares_of_pages_do_not_hang(page_episodes, tiny_visio
 def test_dialogues_of_logs_are_refused_by_a_critic_that_sees(tiny_vision):
     task = {"domain": "logged", "ground_truth": ""}
     with pytest.raises(SystemExit, match="found dialogues of your own logs, which have no pict"):
-        Reader(tiny_vision, "none", 2000).candidates(task, dialogue("x"), ["y"], [True])
+        Reader(tiny_vision, "none", 2000).candidate_rows(task, dialogue("x"), ["y"], [True])
 
 
 def test_a_critic_that_sees_reads_functions_without_a_browser(tiny_vision, monkeypatch):

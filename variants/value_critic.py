@@ -62,7 +62,7 @@ class Reader:
         self.sight = Sight(path, privileged) if sees_pictures(path) else None
         self.tokenizer = self.sight.processor.tokenizer if self.sight else load_tokenizer(path)
 
-    def dialogue(self, episode):
+    def dialogue_row(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         messages, finished = agent_view(episode)
 
@@ -79,7 +79,7 @@ class Reader:
             row.outcome = float(episode["success"])
         return row
 
-    def candidates(self, task, messages, texts, finished):
+    def candidate_rows(self, task, messages, texts, finished):
         """A row for each candidate; None if they do not fit."""
         def encode(tokenizer, messages, max_length):
             return encode_candidates(tokenizer, messages, texts, finished, max_length)
@@ -185,7 +185,7 @@ def train(args):
     episodes, failed = load_episodes(args.episodes)
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
     for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar):
-        episode["row"] = reader.dialogue(episode)
+        episode["row"] = reader.dialogue_row(episode)
     fits = what_fits([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
@@ -246,14 +246,14 @@ class ValueCritic:
     def advantages(self, task, messages, texts, finished):
         """One value a text, as the next turn after `messages`; None if they are too long."""
         texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
-        rows = self.reader.candidates(task, messages, texts, finished)
+        rows = self.reader.candidate_rows(task, messages, texts, finished)
         if rows is None:
             return None
         return self.turn_advantages(rows).sum(1).tolist()  # S is 1, or 0 if all are empty
 
-    def dialogue(self, episode):
+    def dialogue_row(self, episode):
         """The row of an episode; None if its last turn does not fit."""
-        return self.reader.dialogue(episode)
+        return self.reader.dialogue_row(episode)
 
     @torch.no_grad()
     def turn_advantages(self, rows):
