@@ -362,6 +362,12 @@ def test_dialogues_that_lose_turns_and_those_that_are_omitted_are_counted(tiny, 
     assert ("the state from which a larger --max_steps goes on" in done.stdout) == is_cut
 
 
+def test_an_entry_of_privileged_may_show_what_logs_without_ground_truth_have(monkeypatch):
+    monkeypatch.setitem(train_critic.PRIVILEGED, "hint", lambda task: f"{task['hint']}\n")
+    task = {"task_id": "t", "ground_truth": "", "hint": "try tea"}
+    assert critic_messages(task, dialogue("x", "y"), "hint") == dialogue("try tea\nx", "y")
+
+
 def test_a_log_without_ground_truth_is_refused_by_a_critic_that_would_show_it(tiny, tmp_path):
     rows = with_rewards(1.0, 0.0)
     for row in rows:
