@@ -54,7 +54,7 @@ def check_tasks(path, tasks, profile, require_protection):
 def solution_advice(task, name, reason):
     """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
     if reason == "the value equals nothing":
-        return " (not even itself, as a generator, or an object of a class without __eq__)"
+        return " (as a generator does, an object of a class of its own, or a very large value)"
     test = task.get("test_cases", {}).get(name, "")
     if re.match(r"\s*assert\b", test):
         return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"

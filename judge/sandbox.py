@@ -122,7 +122,11 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
 
 
 class Judge:
-    """A pool of workers, and the values of the solutions. Keep it open while there are answers."""
+    """A pool of workers, and the values of the solutions. Keep it open while there are answers.
+
+    A test may take `seconds`. Once `max_timeouts` tests of an answer have timed out, the rest count
+    as timed out, too; the published grader runs them, and so does the profile "official".
+    """
 
     def __init__(
         self,
@@ -187,7 +191,8 @@ class Judge:
                 reasons[name] = SOLUTION_FAILED
         if code and usable:
             expressions = [tests[name] for name in usable]
-            actual = self.outcomes(code, expressions, profile, self.seconds)
+            most = self.max_timeouts if profile == "fixed" else len(tests)
+            actual = self.outcomes(code, expressions, profile, self.seconds, most)
             for name, outcome in zip(usable, actual, strict=True):
                 reasons[name] = reason_of(expected[name], outcome)
 
@@ -217,10 +222,14 @@ class Judge:
     def run_solution(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> None:
         """Run the solution and keep what came out of each test."""
         tests = list(tests_of(task).values())
-        outcomes = self.outcomes(task["ground_truth"], tests, profile, factor * self.seconds)
+        outcomes = self.outcomes(
+            task["ground_truth"], tests, profile, factor * self.seconds, len(tests)
+        )
         self.expected[self.key(task, profile)] = outcomes
 
-    def outcomes(self, code: str, tests: list[str], profile: str, seconds: float) -> list[str]:
+    def outcomes(
+        self, code: str, tests: list[str], profile: str, seconds: float, max_timeouts: int = 2
+    ) -> list[str]:
         """What came out of each test, on an idle worker.
 
         A worker that dies is replaced, and the code runs again.
@@ -231,11 +240,13 @@ class Judge:
         try:
             for _ in range(3):
                 try:
-                    return self.run_all(worker, code, tests, profile, seconds)
+                    return self.run_all(worker, code, tests, profile, seconds, max_timeouts)
                 except OSError as error:
                     no_room = isinstance(error, TimeoutError)  # the worker could start no child
                     close_workers({worker})
                 self.workers.discard(worker)
+                if not self.close.alive:  # closed while this code ran
+                    raise SystemExit("the judge is closed")
                 worker = Worker()
                 self.workers.add(worker)
                 worker.ready()
@@ -246,14 +257,18 @@ class Judge:
             self.idle.put(worker)
 
     def run_all(
-        self, worker: Worker, code: str, tests: list[str], profile: str, seconds: float
+        self, worker: Worker, code: str, tests: list[str], profile: str, seconds: float,
+        max_timeouts: int,
     ) -> list[str]:
-        """What came out of each test; a child that ended early is followed by one for the rest."""
+        """What came out of each test; a child that ended early is followed by one for the rest.
+
+        After `max_timeouts` tests that timed out, the others count as timed out, too.
+        """
         outcomes = []
         timeouts = 0
         while len(outcomes) < len(tests):
             left = tests[len(outcomes):]
-            if timeouts == self.max_timeouts:
+            if timeouts == max_timeouts:
                 return outcomes + ["timed out"] * len(left)
             job = json.dumps({"code": code, "tests": left, "profile": profile}).encode()
             finished, ending = worker.run(job, len(left), seconds)

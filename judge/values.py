@@ -32,6 +32,9 @@ NAMED_VALUES = {
     "ipaddress._BaseAddress",
     "ipaddress._BaseNetwork",
 }
+# These dicts equal any dict of the same items. But two OrderedDicts must have the same order, too,
+# and in two Counters a count of 0 is the same as none
+OWN_EQUALITY = {"OrderedDict": "o", "Counter": "c"}
 BUILTIN_TYPES = {kind for kind in vars(builtins).values() if type(kind) is type} | {type(None)}
 
 
@@ -42,14 +45,14 @@ class Incomparable(Exception):
 def describe(value, official: bool = False) -> str:
     """What the child reports of a value: "=digest" or "incomparable".
 
-    A second digest follows where the value holds an OrderedDict; it includes the order.
+    Where the value holds an OrderedDict or a Counter, another digest follows for each, such as
+    "=digest,cdigest": see OWN_EQUALITY.
     """
     try:
         writer = Canonical(official)
         described = f"={digest_of(writer.text(value))}"
-        if writer.saw_ordered:
-            ordered = Canonical(official, ordered=True)
-            described += f",{digest_of(ordered.text(value))}"
+        for kind in sorted(writer.seen):
+            described += f",{kind}{digest_of(Canonical(official, kind).text(value))}"
         return described
     except BaseException:  # the answer's own classes may raise anything while they are read
         return "incomparable"
@@ -66,10 +69,10 @@ class Canonical:
     that no method of the answer decides. The parent compares digests of the texts.
     """
 
-    def __init__(self, official: bool, ordered: bool = False):
+    def __init__(self, official: bool, own: str = ""):
         self.official = official
-        self.ordered = ordered
-        self.saw_ordered = False
+        self.own = own  # the kind of OWN_EQUALITY that is written as its own == has it
+        self.seen: set[str] = set()  # the kinds of OWN_EQUALITY in the value
         self.left = MAX_VALUE_CHARACTERS
 
     def text(self, value, depth: int = 0) -> str:
@@ -129,13 +132,16 @@ class Canonical:
         return ""
 
     def dictionary(self, value, depth: int) -> str:
+        names = {base.__name__ for base in type(value).__mro__}
+        kinds = {kind for name, kind in OWN_EQUALITY.items() if name in names}
+        self.seen |= kinds
         pairs = []
         for key, item in dict.items(value):
-            pairs.append(f"{self.text(key, depth)}:{self.text(item, depth)}")
-        if any(base.__name__ == "OrderedDict" for base in type(value).__mro__):
-            self.saw_ordered = True
-            if self.ordered:
-                return f"<o{','.join(pairs)}>"
+            written = self.text(item, depth)
+            if written != "0" or self.own != "c" or "c" not in kinds:
+                pairs.append(f"{self.text(key, depth)}:{written}")
+        if self.own == "o" and "o" in kinds:
+            return f"<o{','.join(pairs)}>"
         return f"<{','.join(sorted(pairs))}>"
 
     def library(self, value, depth: int) -> str:
@@ -195,19 +201,19 @@ def is_value(outcome: str) -> bool:
 
 
 def reason_of(expected: str, outcome: str) -> str:
-    """The reason of one test: "passed", "wrong", or why there is no value.
-
-    A second digest stands where a value holds an OrderedDict. It includes the order, which Python
-    compares between two OrderedDicts only.
-    """
+    """The reason of one test: "passed", "wrong", or why there is no value."""
     if outcome == "incomparable":
         return "wrong"
     if not is_value(outcome):
         return outcome
-    expected_digest, *expected_order = expected.split(",")
-    digest, *order = outcome.split(",")
-    if digest != expected_digest:
-        return "wrong"
-    if order and expected_order and order != expected_order:
-        return "wrong"
-    return "passed"
+    ours, theirs = digests_of(expected), digests_of(outcome)
+    compared = ours.keys() & theirs.keys()
+    if "c" in compared:  # two Counters, so the digest with counts of 0 does not matter
+        compared -= {""}
+    return "passed" if all(ours[kind] == theirs[kind] for kind in compared) else "wrong"
+
+
+def digests_of(outcome: str) -> dict[str, str]:
+    """Kind of OWN_EQUALITY, or "" for a dict's equality -> digest."""
+    first, *others = outcome.removeprefix("=").split(",")
+    return {"": first} | {other[0]: other[1:] for other in others}

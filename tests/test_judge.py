@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import venv
@@ -75,6 +76,7 @@ def sample_values():
     sequences += [range(3), range(0, 3), range(0), range(2, 2), range(5, 9, 9), range(5, 6)]
     tables = [{1}, {1, 2}, frozenset([2, 1]), {1: "a"}, {True: "a"}, {"a": [1]}]
     tables += [collections.Counter({1: 2}), {1: 2}, {1: 2}.keys(), {1: 2}.items()]
+    tables += [collections.Counter({1: 2, 3: 0}), {1: 2, 3: 0}, [collections.Counter({3: 0})], [{}]]
     tables += [{1: 2, 3: 4}, {3: 4, 1.0: 2}]
     tables += [collections.OrderedDict(pairs) for pairs in ([(1, 2), (3, 4)], [(3, 4), (1, 2)])]
     numbers = [decimal.Decimal("1.0"), decimal.Decimal("1e9999"), decimal.Decimal("-1.5")]
@@ -393,6 +395,24 @@ def test_an_endless_loop_costs_seconds_once_and_spares_the_results_of_other_test
     assert time.monotonic() - started < 12
 
 
+LOOPS = "def f(n):\n    while n < 3: pass\n    return n"
+
+
+def test_tests_after_time_outs_of_the_solution_can_be_passed():
+    task = {"ground_truth": LOOPS, "test_cases": {str(n): f"f({n})" for n in range(5)}}
+    with Judge(1, seconds=0.1) as quick:
+        reasons = quick.grade(task, "def f(n): return n").reasons
+    assert list(reasons.values()) == ["solution failed"] * 3 + ["passed"] * 2
+
+
+@pytest.mark.parametrize("profile, reward", [("fixed", 0.0), ("official", 0.4)])
+def test_tests_after_two_time_outs_of_an_answer_run_in_the_official_profile_alone(profile, reward):
+    task = {"ground_truth": "def f(n): return n",
+            "test_cases": {str(n): f"f({n})" for n in range(5)}}
+    with Judge(1, seconds=0.1) as quick:
+        assert quick.grade(task, LOOPS, profile).reward == reward
+
+
 @pytest.mark.parametrize("noise", [
     "b'x' * 10 ** 7",
     "b'=' + b'0' * 32 + b'\\n'",
@@ -455,6 +475,25 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+def test_a_judge_that_was_closed_while_it_grades_starts_no_worker():
+    alone, ended = Judge(1), []
+    alone.run_solution(DOUBLE, "fixed")
+
+    def grade():
+        try:
+            alone.grade(DOUBLE, "import time\ndef f(n):\n    time.sleep(60)")
+        except SystemExit as reason:
+            ended.append(str(reason))
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    while not alone.idle.empty():
+        time.sleep(0.01)
+    alone.close()
+    thread.join()
+    assert ended == ["the judge is closed"] and not alone.workers
 
 
 def test_a_machine_without_room_for_a_process_ends_the_run_and_fails_no_answer(monkeypatch):
