@@ -35,7 +35,8 @@ from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, BackendJudge
 from runtime.files import expect, without_nulls
-from runtime.templates import UnnestedTemplate, end_of_turn, prompt_ids, render, turn_ids
+from runtime.templates import (
+    UnnestedTemplate, end_of_turn, ids_after_turn, prompt_ids, render, turn_ids)
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -328,7 +329,7 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
     A generation prompt ends the ids if the last message is not the agent's, and always with
     `prompt`, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
     """
-    _, end_text = end_of_turn(tokenizer)
+    end_id, end_text = end_of_turn(tokenizer)
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if prompt or messages[-1]["role"] != "assistant":
         starts.append(len(messages))  # of the turn that is still to be said
@@ -341,7 +342,10 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
-        [added] = prompt_ids(tokenizer, [before[len(rendered):]])
+        if ids[-1:] == [end_id]:
+            added = ids_after_turn(tokenizer, before[len(rendered):])
+        else:
+            [added] = prompt_ids(tokenizer, [before[len(rendered):]])
         ids += added
         turn_index += [-1] * len(added)
         if index == len(messages):

@@ -113,6 +113,17 @@ def prompt_ids(tokenizer, texts):
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
+def ids_after_turn(tokenizer, text):
+    """Token ids of what a template writes after a finished turn.
+
+    It is encoded with the end-of-turn token in front, which is cut off again: some tokenizers set a
+    space before a text that stands alone, and some such tokens (Phi-3's) take in a line end.
+    """
+    end_id, end_text = end_of_turn(tokenizer)
+    [ids] = prompt_ids(tokenizer, [end_text + text])
+    return ids[ids.index(end_id) + 1:]
+
+
 def turn_ids(tokenizer, texts, finished):
     """Token ids of agent turns, as a model samples them after the prompt.
 
@@ -133,8 +144,13 @@ def turn_ids(tokenizer, texts, finished):
 def mark_before(tokenizer):
     """(text, number of its tokens) to put before a turn, and to cut off again.
 
-    Some tokenizers (Llama 2's) set a space before every text, which is not there after a prompt.
+    Some tokenizers (Llama 2's) set a space before every text, which is not there after a prompt
+    that ends in ordinary text.
     """
+    prompt = render(tokenizer, [{"role": "user", "content": "x"}])
+    before, word, both = prompt_ids(tokenizer, [prompt, "x", prompt + "x"])
+    if both == before + word:
+        return "", 0
     line, word, both = prompt_ids(tokenizer, ["\n", "x", "\nx"])
     if both != line + word and both[:len(line)] == line:
         return "\n", len(line)

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
 from parties import LenientJudge, Served
-from tokenizers import models, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 
 from colbench import (
     DOMAINS, agent_messages, agent_prompt_of, encode_candidates, encode_dialogue,
@@ -14,7 +14,7 @@ from formats.outcome import leak_share, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from collect import Rules, play
 from judge.sandbox import Grade, grade
-from runtime.templates import prompt_ids, render, turn_ids
+from runtime.templates import prompt_ids, render
 from train_critic import critic_messages
 
 TASK = {
@@ -338,15 +338,37 @@ def test_what_a_turn_says_is_never_a_special_token():
     assert ids[turn_index.index(0):] == turn[:-1]
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_a_turn_has_the_tokens_that_follow_the_prompt_whatever_a_tokenizer_prepends(scheme):
-    tokenizer = byte_tokenizer(PLAIN)
+def spaced_tokenizer(scheme, template):
+    """Like Llama 2's: a space is ▁, and one is set before every text, or before the first alone."""
+    tokenizer = byte_tokenizer(template)
     letters = {letter: token for token, letter in enumerate("▁\nabcdefghijklmnopqrstuvwxyz", 300)}
     tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab() | letters, [])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    prompt = prompt_ids(tokenizer, [render(tokenizer, dialogue("t"))])[0]
-    whole = prompt_ids(tokenizer, [render(tokenizer, dialogue("t")) + "yes it is"])[0]
-    assert whole == prompt + turn_ids(tokenizer, ["yes it is"], [False])[0]
+    return tokenizer
+
+
+OPENS_WITH_A_TOKEN = (  # as Phi-3's, where PLAIN ends its prompts in ordinary text
+    "{% for m in messages %}{{ '<bos>' if m['role'] == 'user' else '<start>' }}{{ m['content'] }}"
+    "<end>\n{% endfor %}{% if add_generation_prompt %}{{ '<start>' }}{% endif %}")
+
+
+@pytest.mark.parametrize("template", [PLAIN, OPENS_WITH_A_TOKEN])
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_dialogue_has_the_tokens_of_its_whole_text_whatever_a_tokenizer_prepends(
+        scheme, template):
+    tokenizer = spaced_tokenizer(scheme, template)
+    messages = dialogue("t", "yes it is", "a b", "no")
+    whole = render(tokenizer, messages[:3]) + "no<end>"
+    assert encode_dialogue(tokenizer, messages)[0] == prompt_ids(tokenizer, [whole])[0]
+
+
+def test_an_end_of_turn_token_takes_in_the_line_end_after_it_as_in_the_whole_text():
+    tokenizer = spaced_tokenizer("first", OPENS_WITH_A_TOKEN)
+    tokenizer.add_tokens([AddedToken("<end>", rstrip=True, special=True)])
+    messages = dialogue("t", "yes it is", "a b")
+    ids, _ = encode_dialogue(tokenizer, messages)
+    assert ids == prompt_ids(tokenizer, [render(tokenizer, messages)])[0]
+    assert tokenizer.convert_tokens_to_ids("\n") not in ids
 
 
 def test_templates_that_do_not_nest_are_refused_for_training_and_missing_ones_altogether():
