@@ -67,9 +67,11 @@ def subtitle(results):
     tasks = counted(results["tasks"], "task")
     if results["unsolvable"]:
         tasks += f", {results['unsolvable']:,} of them unsolvable by their own solution"
-    return (f"{results['domain']} · {tasks} · {counted(sum(counts), 'episode')} ·"
-            f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws,"
-            " Wilson's where all outcomes agree")
+    words = (f"{results['domain']} · {tasks} · {counted(sum(counts), 'episode')} ·"
+             f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws")
+    if not DOMAINS[results["domain"]].logged:  # of a reward without limits there is none
+        words += ", Wilson's where all outcomes agree"
+    return words
 
 
 def policy_clause(first, file, starts):

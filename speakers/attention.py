@@ -20,6 +20,9 @@ keys, Q heads of queries for each head of keys, P prompt tokens, T own tokens, D
 import torch
 import transformers
 
+# types of models that compute with keys and values of the cache before their attention does
+COMPUTE_WITH_CACHED = ("diffllama", "doge", "jetmoe")
+
 
 def share_prompts(model, cache, n):
     """A cache with n samples for each row of `cache`, which holds the prompts."""
@@ -29,7 +32,7 @@ def share_prompts(model, cache, n):
     # prompt's cache for each sample: those with latent keys and values, those with an attention of
     # their own, and those that run eager, for example because of sinks or soft caps.
     latent = hasattr(model.config.get_text_config(), "kv_lora_rank")
-    own = not model._supports_attention_backend
+    own = not model._supports_attention_backend or model.config.model_type in COMPUTE_WITH_CACHED
     if latent or own or model.config._attn_implementation == "eager":
         cache.batch_repeat_interleave(n)
         return cache

@@ -136,8 +136,9 @@ def test_logits_that_are_no_numbers_stop_the_run(temperature):
         ask_all(broken, CONVERSATIONS[:1])
 
 
-def test_samples_of_a_model_with_latent_keys_have_copies_of_its_cache():
-    sampler = speaker(family="minicpm3", temperature=0)
+@pytest.mark.parametrize("family", ["minicpm3", "diffllama", "doge", "jetmoe"])
+def test_samples_of_a_model_that_computes_with_cached_keys_have_copies_of_its_cache(family):
+    sampler = speaker(family=family, temperature=0)
     several = ask_all(sampler, CONVERSATIONS, n=2)
     assert several == [2 * found for found in ask_all(sampler, CONVERSATIONS)]
 
