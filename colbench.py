@@ -252,6 +252,7 @@ class Domain(typing.NamedTuple):
     has_success: bool = True
     success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
+    reward_factor: int = 100  # what tables and charts multiply rewards by
     pages: bool = False  # answers are web pages: drawn for human, critic and report
     flags: typing.Mapping = {}  # collect.py's flags for the judge -> their defaults
 
@@ -301,6 +302,8 @@ DOMAINS = {
         human_prompt="",
         open_judge=None,
         has_success=False,
+        reward_heading="Reward",
+        reward_factor=1,
     ),
 }
 

@@ -223,6 +223,7 @@ def score(policies, draws=2000):
     ranking = sorted(achieved, key=lambda name: -achieved[name])
     return {
         "domain": domain, "metric": metric, "reward_heading": DOMAINS[domain].reward_heading,
+        "reward_factor": DOMAINS[domain].reward_factor,
         "tasks": len(task_ids), "unsolvable": len(unsolvable_tasks(policies)), "draws": draws,
         "policies": facts, "ranking": ranking,
         "comparisons": comparisons([(name, first, key) for name in others

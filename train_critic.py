@@ -24,12 +24,15 @@ line:
      "advantages": [0.021, ...], "ranker": "critic"}
 
 To change                  edit
-    the loss               critic_loss; critic_objective for the NLL term and what is logged
+    the loss               critic_loss; critic_objective, which calls it, for the NLL term and
+                           what is logged. For a loss per token, let turn_index number the agent's
+                           tokens, and sum them to turns for the report
     what the loss knows    Row: add a field with a default value, which dialogue_row fills in (for
                            example with the episode's reward)
     the advantage          advantage, NORMALISERS; pass a new parameter of it through
                            critic_objective (training), read_critic_flags and Critic (ranking)
-    the pairs              pair_episodes
+    the pairs              pair_episodes, also for an extra reward (a file's reward of 1 has to
+                           remain a success)
     what the critic reads  PRIVILEGED, critic_messages
     the ranking            rank; a flag of it also goes into RANKING and into the `flags` in rank
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
@@ -140,8 +143,8 @@ def solution_note(task):
     """The solution c, in the only words in which toy/base has learnt to read it."""
     if not task["ground_truth"].strip():  # only logs may lack it
         raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
-                         " known only afterwards; add it to the logs, or train with --privileged"
-                         " none")
+                         " known only afterwards; add it to the logs, leave out the dialogues that"
+                         " lack it, or train with --privileged none")
     return SOLUTION_NOTE.format(solution=task["ground_truth"])
 
 
@@ -201,9 +204,11 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
 
 def what_fits(rows, max_length):
     """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
-    shorter = sum(row.dropped > 0 for row in rows if row)
-    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
-            f" {rows.count(None)} are omitted, since their last turn does not fit")
+    shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
+    if not shorter and not omitted:
+        return f"all fit into --max_length {max_length}"
+    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and {omitted} are"
+            " omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):
@@ -316,13 +321,14 @@ def split_pairs(episodes, args, run):
             f" {len(held_out)} pairs of {len(held_out_tasks)} tasks held out")
     if not any(groups):
         rewards = [episode["reward"] for episode in episodes]
+        advice = ("collect more episodes of each task, or allow more pairs (--pairs all, a smaller"
+                  f" --margin or --holdout, more than --max_length {args.max_length})")
+        if min(rewards) == max(rewards):
+            advice = ("play easier tasks, or a model that succeeds now and then: train it on"
+                      " demonstrations first (variants/sft.py)")
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out (rewards from"
-                         f" {min(rewards):g} to {max(rewards):g}); expected at least one; collect"
-                         " more episodes of each task, or allow more pairs (--pairs all, a smaller"
-                         f" --margin or --holdout, more than --max_length {args.max_length})."
-                         " Train a model that never succeeds on demonstrations first"
-                         " (variants/sft.py)")
+                         f" {min(rewards):g} to {max(rewards):g}); expected at least one; {advice}")
     return groups, held_out
 
 
@@ -490,9 +496,9 @@ def rank(args):
     ranked = store.finish(jobs)
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
-        print(f"{path}: {len(ranked)} ranked states, {too_long} of them without advantages, since"
-              f" they are too long for the critic (--max_length {critic_flags['max_length']});"
-              f" {omitted} failed states omitted")
+        print(f"{path}: {len(ranked)} ranked states ({omitted} failed ones omitted); {too_long}"
+              " have no advantages, being too long for the critic (--max_length"
+              f" {critic_flags['max_length']})")
 
 
 # -----------------------------------------------------------------------------

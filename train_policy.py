@@ -31,7 +31,7 @@ To change                     edit
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
     rows per example          candidate_pairs, dpo_objective: batches and references take tuples of
-                              any length
+                              any length, and --micro_batch_size counts them
     the pairs of episodes     pair_episodes
     the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
                               `PACKED= make toy`)
@@ -200,9 +200,11 @@ def dialogue_row(tokenizer, episode, max_length):
 
 def what_fits(rows, max_length):
     """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
-    shorter = sum(row.dropped > 0 for row in rows if row)
-    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and"
-            f" {rows.count(None)} are omitted, since their last turn does not fit")
+    shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
+    if not shorter and not omitted:
+        return f"all fit into --max_length {max_length}"
+    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and {omitted} are"
+            " omitted, since their last turn does not fit")
 
 
 def dialogue_pairs(episodes, rule, margin):

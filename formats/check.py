@@ -26,7 +26,13 @@ def check_tasks(path, tasks, profile, require_protection):
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
                          " tasks, whose tests can be checked")
     rows, status = check_solutions(tasks, profile, require_protection)
-    lines = [where for where, _ in read_jsonl(path)] if rows else []
+    lines = [where for where, _ in read_jsonl(path)]
+    first = {}  # request and solution -> the line that has them first
+    for line, task in zip(lines, tasks, strict=True):
+        earlier = first.setdefault((task["problem_description"], task["ground_truth"]), line)
+        if earlier != line:
+            print(f"{line}: has the request and the solution of {earlier}, and counts as a task of"
+                  " its own")
     tests = {}  # (index of the task, what is wrong) -> names of its tests
     for index, name, reason in rows:
         wrong = reason + solution_advice(tasks[index], name, reason)

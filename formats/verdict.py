@@ -19,7 +19,7 @@ def who_won(results):
         return [f"{achieved[name]} {of_what}." for name in results["policies"] if name in achieved]
     lead, *others = results["leads"]
     best, second = lead["policy"], lead["against"]
-    points = with_interval(lead["difference"], 100, " points")
+    points = in_points(lead["difference"], results)
     both = ""
     if lead["tasks"] < results["tasks"]:
         both = f" on the tasks that both finished ({lead['tasks']})"
@@ -39,10 +39,10 @@ def who_won(results):
             level.append(other["against"])
             continue
         if is_behind(other):
-            sentences.append(f"{other['against']} leads {best} by {behind(other)} on the tasks that"
-                             f" both finished ({other['tasks']}).")
+            sentences.append(f"{other['against']} leads {best} by {behind(other, results)} on the"
+                             f" tasks that both finished ({other['tasks']}).")
             continue
-        clause = f"{other['against']} by {with_interval(other['difference'], 100, ' points')}"
+        clause = f"{other['against']} by {in_points(other['difference'], results)}"
         if not is_ahead(other):
             clause += f", which is not settled (sign test p = {other['sign_test_p']:.2g})"
         clauses.append(clause)
@@ -60,11 +60,17 @@ def who_won(results):
     return sentences
 
 
-def behind(lead):
+def in_points(difference, results):
+    """Such as "18.0 points [12.6, 23.6]"; of the rewards of logs "1.500 [0.500, 2.500]"."""
+    unit = " points" if scale(results["metric"], results)["factor"] == 100 else ""
+    return with_interval(difference, unit=unit, **scale(results["metric"], results))
+
+
+def behind(lead, results):
     """By how much the first policy of `lead` is behind."""
     number = lead["difference"]
     flipped = {"value": -number["value"], "low": -number["high"], "high": -number["low"]}
-    return with_interval(flipped, 100, " points")
+    return in_points(flipped, results)
 
 
 def achievement(name, results):
@@ -73,7 +79,7 @@ def achievement(name, results):
     number = results["policies"][name]["numbers"][metric]
     if metric == "success":
         return f"{name} solves {with_interval(number, 100, ' %')}"
-    return f"{name} reaches {with_interval(number, 100)}"
+    return f"{name} reaches {with_interval(number, **scale(metric, results))}"
 
 
 def is_ahead(lead):
@@ -131,7 +137,7 @@ def cautions(results):
 
 HEADINGS = {  # number -> heading, factor
     "success": ("Success %", 100),
-    "reward": ("", 100),  # each domain names it
+    "reward": ("", None),  # each domain has its own
     "turns": ("Turns", 1),
     "words": ("Agent words", 1),
     "no_answer": ("No answer %", 100),
@@ -143,6 +149,12 @@ HEADINGS = {  # number -> heading, factor
 
 def heading(key, results):
     return results["reward_heading"] if key == "reward" else HEADINGS[key][0]
+
+
+def scale(key, results):
+    """What a number is multiplied by, and its decimal places."""
+    factor = results["reward_factor"] if key == "reward" else HEADINGS[key][1]
+    return {"factor": factor, "digits": 3 if key == "reward" and factor == 1 else 1}
 
 
 def policy_table(results):
@@ -158,7 +170,7 @@ def policy_table(results):
     rows = [["Policy", "Tasks", "Episodes", *(heading(key, results) for key in keys)]]
     for name, policy in policies.items():
         counts = [f"{count:,}" for count in (results["tasks"], policy["episodes"])]
-        cells = [with_interval(policy["numbers"][key], HEADINGS[key][1]) for key in keys]
+        cells = [with_interval(policy["numbers"][key], **scale(key, results)) for key in keys]
         rows.append([name, *counts, *cells])
     return rows
 
@@ -173,7 +185,7 @@ def pair_table(results):
         rows.append([
             f"{pair['policy']} − {pair['against']}",
             heading(pair["metric"], results),
-            with_interval(pair["difference"], 100, sign="+"),
+            with_interval(pair["difference"], sign="+", **scale(pair["metric"], results)),
             "yes" if pair["settled"] else "no",
             f"{pair['wins']} / {pair['losses']} / {ties}",
             with_interval(pair["win_rate"], 100),

@@ -17,11 +17,13 @@ it looks, report/page.html; what the page holds, report/page.py.
 import sys
 from pathlib import Path
 
+from colbench import DOMAINS
 from evaluate import score
 from formats.policies import named_files, read_policies
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
-from report.training import held_out_tasks, read_training, training_sentences
+from report.training import (
+    held_out_tasks, ranking_sentences, read_training, training_sentences)
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
@@ -50,6 +52,8 @@ def main(args):
     if policies:
         results = score(policies)
         sentences, tables = verdict(results), all_tables(results)
+        if DOMAINS[results["domain"]].logged:  # which turns helped is the question, not who won
+            sentences = [*ranking_sentences(training), *sentences]
         critic = open_critic(args.critic) if args.critic else None
         annotate(policies, critic, held_out_tasks(args.critic) if critic else ())
     data = overview(results, policies, named_files(args.policies), training)

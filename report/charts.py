@@ -11,7 +11,7 @@ from colbench import DOMAINS
 from formats.outcome import lacks_answer
 from formats.read import is_finite
 from judge.sandbox import SOLUTION_FAILED
-from formats.verdict import heading
+from formats.verdict import heading, scale
 
 # What a turn can be, as toy_credit names it; the last is ours
 LAST_QUESTION = "question on the last turn"
@@ -38,12 +38,13 @@ def result_charts(results, episodes):
 def metric_chart(results):
     """The number that decides who won, with its interval; a share has the whole range as axis."""
     metric = results["metric"]
+    factor, digits = scale(metric, results).values()
     rows = []
     for name, policy in results["policies"].items():
         number = policy["numbers"][metric]
         if number:
-            # to one decimal, as in the tables: a browser would round a half the other way
-            ends = {key: float(f"{100 * value:.1f}") for key, value in number.items()
+            # rounded as in the tables: a browser would round a half the other way
+            ends = {key: float(f"{factor * value:.{digits}f}") for key, value in number.items()
                     if value is not None}
             rows.append({"name": name} | ends)
     if not rows:
@@ -53,7 +54,7 @@ def metric_chart(results):
         ends = [value for row in rows for value in row.values() if isinstance(value, float)]
         least, most = min(0, *ends), max(0, *ends)
     return [{"kind": "bars", "title": f"{heading(metric, results)}, with 95 % intervals",
-             "rows": rows, "least": least, "most": most}]
+             "rows": rows, "least": least, "most": most, "digits": digits}]
 
 
 def stack(title, unit, parts, found):
@@ -121,7 +122,7 @@ def ranking_chart(run):
     if not rows:
         return []
     return [{"kind": "bars", "title": f"{run.name}: the better one ranked higher, %",
-             "rows": rows, "least": 0, "most": 100, "guide": 50, "run": run.name}]
+             "rows": rows, "least": 0, "most": 100, "digits": 1, "guide": 50, "run": run.name}]
 
 
 # -----------------------------------------------------------------------------

@@ -85,6 +85,22 @@ def short_name(model):
     return Path(model).name if is_path and "://" not in model else model
 
 
+FEW_PAIRS = 50  # of which even guessing can rank 64 % right
+
+
+def ranking_sentences(training):
+    """How well critics rank the pairs that they were not trained on."""
+    sentences = []
+    for run in training:
+        if "holdout/accuracy" in run.last:
+            pairs = run.last.get("holdout/pairs", 0)
+            sentence = (f"{run.name} ranks {100 * run.last['holdout/accuracy']:.0f} % of"
+                        f" {pairs:.0f} held-out pairs of dialogues right; guessing ranks 50 %")
+            sentences.append(sentence + (", and so few pairs tell little." if pairs < FEW_PAIRS
+                                         else "."))
+    return sentences
+
+
 def training_sentences(training):
     """How far each run is, for a page without episodes; smoothed, as its curves are."""
     sentences = []

@@ -13,15 +13,13 @@ def harmless(text):
                    else character.encode("unicode_escape").decode() for character in text)
 
 
-def with_interval(number, factor, unit="", sign=""):
+def with_interval(number, factor, unit="", sign="", digits=1):
     """Such as "56.8 % [53.7, 59.9]"; a dash where there is nothing to count, or no interval."""
     if number is None:
         return "–"
-    value = f"{factor * number['value']:{sign}.1f}{unit}"
-    if number["low"] is None:
-        return f"{value} [–]"
-    low, high = factor * number["low"], factor * number["high"]
-    return f"{value} [{low:{sign}.1f}, {high:{sign}.1f}]"
+    value, low, high = [None if number[end] is None else f"{factor * number[end]:{sign}.{digits}f}"
+                        for end in ("value", "low", "high")]
+    return f"{value}{unit} [–]" if low is None else f"{value}{unit} [{low}, {high}]"
 
 
 def markdown(rows):

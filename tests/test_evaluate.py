@@ -250,7 +250,7 @@ def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path,
     assert (numbers["turns"]["value"], numbers["words"]["value"]) == (2, 3)
     assert results["leads"][0]["difference"] == {"value": 43.0, "low": 43.0, "high": 43.0}
     printed = capsys.readouterr().out
-    assert printed.startswith("b wins: b reaches 4000.0 [4000.0, 4000.0] (Reward × 100)")
+    assert printed.startswith("b wins: b reaches 40.000 [40.000, 40.000] (Reward), 43.000 [43.000,")
     assert "answer" not in printed.lower()
     single = evaluated(tmp_path, **{name: rows[:1] for name, rows in policies.items()})
     assert single["leads"][0]["difference"]["low"] is None and not single["leads"][0]["settled"]

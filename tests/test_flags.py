@@ -49,7 +49,8 @@ def test_mutated_flags_stop_at_once_or_hold_numbers_in_their_range(tmp_path, scr
         for name, value in vars(args).items():
             if type(value) in (int, float):
                 assert math.isfinite(value), (argv, name)
-                assert value > 0 or (value == 0 and name in MAY_BE_ZERO), (argv, name)
+                assert value > 0 or (value == 0 and name in MAY_BE_ZERO), (
+                    argv, f"--{name}: least=0, and a place in MAY_BE_ZERO, or above=0")
 
 
 @pytest.mark.parametrize("script, flag", [

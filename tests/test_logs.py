@@ -160,6 +160,15 @@ def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_
     assert [episode["task"]["ground_truth"] for episode in episodes] == ["x", "y"]
 
 
+def test_import_warns_of_a_ground_truth_from_which_the_outcome_can_be_read(tmp_path):
+    warning = "Tasks whose dialogues differ in ground_truth: 1 of 2."
+    lines = [log_line(task=task, reward=reward, ground_truth=text)
+             for task, reward, text in (("a", 1, "x"), ("a", 0, "x"), ("b", 1, "y"))]
+    assert warning not in imported(tmp_path / "same", *lines)[1]
+    worse = log_line(task="b", reward=0, ground_truth="z")
+    assert warning in imported(tmp_path / "other", *lines, worse)[1]
+
+
 def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
     first, *more = (log_line(task="a", sample=number) for number in (1, None, None, 0))
     episodes, _ = imported(tmp_path, first, *more[:2])

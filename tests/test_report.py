@@ -361,11 +361,17 @@ def test_a_log_has_bars_below_and_above_zero_and_neither_endings_nor_answers(bro
         return [{"task": task | {"task_id": str(index)}, "dialogue_history": history,
                  "reward": reward} for index, reward in enumerate(rewards)]
 
-    report = write_report(tmp_path, bad=logged(-4.0, -2.0), good=logged(7.0, 9.0))
+    metrics = write_run(tmp_path, [{"step": 0, "holdout/accuracy": 0.8, "holdout/pairs": 10.0}],
+                        "train_critic.py")
+    report = write_report(tmp_path, "--metrics", f"critic={metrics}", bad=logged(-4.0, -2.0),
+                          good=logged(7.0, 9.0))
     browser.open(report.as_uri())
-    assert browser.text("#sentences p").startswith("The winner is not settled: good reaches 800.0")
+    ranks, *others = browser.each("#sentences p", "e.innerText")
+    assert ranks.startswith("critic ranks 80 % of 10 held-out pairs") and "tell little" in ranks
+    assert others[0].startswith("The winner is not settled: good reaches 8.000 [7.000, 9.000]")
     titles = browser.each("#results figcaption", "e.innerText")
-    assert titles == ["Reward × 100, with 95 % intervals"]
+    assert titles == ["Reward, with 95 % intervals"]
+    assert "8.000 [7.000, 9.000]" in browser.text("#results")
     left, right = browser.each("#results figure:first-of-type rect",
                                "[e.x.baseVal.value, e.x.baseVal.value + e.width.baseVal.value]")
     assert left[0] < left[1] == right[0] < right[1]  # from zero, to either side

@@ -136,6 +136,17 @@ def test_show_ends_quietly_with_its_pager_and_prints_on_plain_terminals(tmp_path
 # colbench.py check
 
 
+def test_check_names_tasks_that_repeat_an_earlier_one(tmp_path, capsys):
+    good = TASKS[0]
+    other = good | {"task_id": "other", "problem_description": "another request"}
+    again = good | {"task_id": "again"}
+    tasks = write(tmp_path / "tasks.jsonl", [good, other, again])
+    colbench.main(["check", str(tasks)])
+    printed = capsys.readouterr().out
+    assert printed.count("counts as a task of its own") == 1
+    assert f"{tasks}: line 3: has the request and the solution of {tasks}: line 1" in printed
+
+
 def test_check_names_lines_and_reasons_and_spells_out_what_steers_a_terminal(tmp_path, capsys):
     tasks = write(tmp_path / "tasks.jsonl", TASKS)
     tasks.write_text("\n\n" + tasks.read_text())
