@@ -321,14 +321,13 @@ def split_pairs(episodes, args, run):
             f" {len(held_out)} pairs of {len(held_out_tasks)} tasks held out")
     if not any(groups):
         rewards = [episode["reward"] for episode in episodes]
-        advice = ("collect more episodes of each task, or allow more pairs (--pairs all, a smaller"
-                  f" --margin or --holdout, more than --max_length {args.max_length})")
-        if min(rewards) == max(rewards):
-            advice = ("play easier tasks, or a model that succeeds now and then: train it on"
-                      " demonstrations first (variants/sft.py)")
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          f" of one task to train on, and {len(held_out)} held out (rewards from"
-                         f" {min(rewards):g} to {max(rewards):g}); expected at least one; {advice}")
+                         f" {min(rewards):g} to {max(rewards):g}); expected at least one; collect"
+                         " more episodes of each task, or allow more pairs (--pairs all, a smaller"
+                         f" --margin or --holdout, more than --max_length {args.max_length})."
+                         " Train a model that never succeeds on demonstrations first"
+                         " (variants/sft.py)")
     return groups, held_out
 
 
