@@ -95,9 +95,10 @@ def ranking_sentences(training):
         if "holdout/accuracy" in run.last:
             pairs = run.last.get("holdout/pairs", 0)
             sentence = (f"{run.name} ranks {100 * run.last['holdout/accuracy']:.0f} % of"
-                        f" {pairs:.0f} held-out pairs of dialogues right; guessing ranks 50 %")
-            sentences.append(sentence + (", and so few pairs tell little." if pairs < FEW_PAIRS
-                                         else "."))
+                        f" {pairs:.0f} held-out pairs of dialogues right (guessing: 50 %).")
+            if pairs < FEW_PAIRS:
+                sentence += " So few pairs tell little."
+            sentences.append(sentence)
     return sentences
 
 
