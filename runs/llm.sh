@@ -66,7 +66,7 @@ python variants/sft.py --episodes "$OUT/solution_first.jsonl" --model "$OUT/warm
   --epochs 1 --batch_size 8 "${TRAINING[@]}" --output "$OUT/reader"
 python train_critic.py --episodes "$OUT/episodes.jsonl" --model "$OUT/reader" "${PAIRS[@]}" \
   --lr 1e-5 --epochs 3 --beta 3 --nll 0.02 "${TRAINING[@]}" --output "$OUT/critic" \
-  --candidates "$OUT/candidates.jsonl" --reference plain # what its start learnt counts, too
+  --candidates "$OUT/candidates.jsonl" --reference plain # what `reader` learnt counts, too
 python -m toy.credit auc "$OUT/critic/ranked.jsonl" --metrics "$OUT/critic/metrics.jsonl"
 python train_policy.py --candidates "$OUT/critic/ranked.jsonl" --model "$OUT/warm" \
   --shuffle groups --batch_size 64 --lr 3e-5 --epochs 4 --beta 0.3 --nll 3 "${TRAINING[@]}" \

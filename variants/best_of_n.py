@@ -12,9 +12,9 @@ r"""Best of N: at each turn the agent's best of N candidates is said (the paper'
         --output graded4.jsonl
 
 All other flags are collect.py's. Reads tasks and a critic; writes episodes as collect.py does, with
-`best_of_n` and `scorer` noted in each. A critic that sees the solution makes this an upper bound,
-and no way to serve a policy. The critic's reference sees the solution, too, as in Eq. (3), even if
-the critic has ranked with --reference plain.
+`best_of_n` and `scorer` noted in each. A critic that sees the solution cannot choose for a deployed
+policy: with one, this measures the critic. The critic's reference sees the solution, too, as in
+Eq. (3), even if the critic has ranked with --reference plain.
 
 Torchrun would take `--n` for a flag of its own, so give it `--` before the name of this script.
 

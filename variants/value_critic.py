@@ -12,8 +12,8 @@ r"""A critic with a value head: the regression head of the paper's Table 3, its 
     python variants/value_critic.py --episodes pages.jsonl --pairs all --margin 0.1 \
         --model Qwen/Qwen2-VL-7B-Instruct --output value --candidates candidates.jsonl
 
-A vision-language --model sees a screenshot of the solution in place of its text. Zero means even
-odds of success, so rank pages or functions with `--pairing halves`, which compares values alone.
+A vision-language --model sees a screenshot of the solution in place of its text. A value of 0 means
+even odds of success, so train the policy with `--pairing halves`, which only compares values.
 Letters in shapes: B pairs, R rows, S turns, T tokens.
 """
 
