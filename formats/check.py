@@ -51,7 +51,7 @@ def check_tasks(path, tasks, profile, require_protection):
         if name in SECOND_LINES:
             missing += " (a second line of defence; answers are confined without it, too)"
         print(f"protection {name:14s} {'active' if active else missing}")
-    if rows and len(rows) == sum(len(task.get("test_cases", ())) for task in tasks):
+    if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
     return not broken
@@ -61,7 +61,7 @@ def solution_advice(task, name, reason):
     """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
     if reason == "the value equals nothing":
         return " (as a generator does, an object of a class of its own, or a very large value)"
-    test = task.get("test_cases", {}).get(name, "")
+    test = task["test_cases"][name]
     if re.match(r"\s*assert\b", test):
         return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
                 " value with the solution's)")

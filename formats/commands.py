@@ -34,7 +34,7 @@ def main(description, argv=None):
     convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
     convert.add_argument("train", help="task file for the first 10,000 rows")
     convert.add_argument("test", nargs="?", help="task file for the rows after them")
-    launch(run_command, parser.parse_args(argv))
+    launch(run_command, parser.parse_args(argv), advice="Rerun the same command.")
 
 
 def run_command(args):

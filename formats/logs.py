@@ -22,7 +22,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from colbench import agent_prompt_of
-from formats.read import complete_episode, complete_task, group_by_task, is_finite, read_episodes
+from formats.outcome import reasons_of
+from formats.read import complete_episode, group_by_task, is_finite, read_episodes
 from judge.sandbox import grade_all
 from runtime.files import as_jsonl, expect, read_jsonl, read_prompt, write_new
 from runtime.text import counted, harmless
@@ -94,19 +95,22 @@ def graded_rows(path):
     are graded.
     """
     rows = list(read_jsonl(path))
-    ungraded = []  # (row, its task, its answer)
+    ungraded = []  # (row, its episode, its answer)
     for where, row in rows:
         if row.get("reward") is None and not row.get("error"):
-            task = complete_task(expect(row, "task", dict, where), f"{where}, task")
-            if "test_cases" not in task:
+            unjudged = {"reward": 0.0, "success": None, "leak": 0.0}
+            episode = complete_episode(row | unjudged, where)
+            if "test_cases" not in episode["task"]:
                 raise SystemExit(f"{where}: found no 'reward', expected a number; only answers to"
                                  " tasks with tests are graded here")
-            ungraded.append((row, task, expect(row, "answer", str, where)))
+            ungraded.append((row, episode, expect(row, "answer", str, where)))
     parts = [ungraded[start:start + 64] for start in range(0, len(ungraded), 64)]
     for part in tqdm(parts, unit="batch", desc="grading", disable=not parts):
-        _, tasks, answers = zip(*part, strict=True)
-        for (row, *_), grade in zip(part, grade_all(tasks, answers), strict=True):
-            row |= {"reward": grade.reward, "reasons": grade.reasons}
+        _, found, answers = zip(*part, strict=True)
+        grades = grade_all([episode["task"] for episode in found], answers)
+        for (row, episode, _), grade in zip(part, grades, strict=True):
+            played = episode["dialogue_history"][:2 * episode["turns"]]  # up to the agent's last
+            row |= {"reward": grade.reward, "reasons": reasons_of(grade, played)}
     if ungraded:
         print(f"Answers without a reward, which were graded: {len(ungraded)}")
     return rows

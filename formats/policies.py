@@ -22,10 +22,11 @@ def read_policies(specs):
     """Policy name -> its seeds, each the episodes of one file; a NAME= given again is another."""
     policies, tasks, files = {}, {}, set()
     for name, path in named_files(specs):
-        if (name, Path(path).resolve()) in files:
+        file = name, Path(path).resolve()
+        if file in files:
             raise SystemExit(f"found {name}={path} twice, expected each file once: a NAME that is"
                              " given again is another seed, with episodes of its own")
-        files.add((name, Path(path).resolve()))
+        files.add(file)
         policies.setdefault(name, []).append(read_episodes(path, tasks))
     return policies
 

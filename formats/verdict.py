@@ -176,7 +176,7 @@ def policy_table(results):
 
 
 def pair_table(results):
-    """A comparison with the first policy a row, those of the main number first."""
+    """One row for each comparison with the first policy; those of the main number come first."""
     rows = [["Comparison", "Number", "Difference", "Settled", "Won / lost / tied", "Win rate %",
              "Sign test p"]]
     metric = results["metric"]

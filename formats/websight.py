@@ -2,6 +2,7 @@
 
 from judge.pages import official_addresses
 from runtime.files import as_jsonl, expect, read_jsonl, write_new
+from runtime.text import counted
 
 TRAIN_ROWS = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones
 
@@ -18,3 +19,7 @@ def websight(rows_path, train_path, test_path=None):
     for path, part in zip((train_path, test_path), parts, strict=True):
         if path:
             write_new(path, as_jsonl(part))
+            print(f"{path}: {counted(len(part), 'task')}")
+        elif part:
+            print(f"{counted(len(part), 'row')} beyond the first {TRAIN_ROWS:,} left out: no TEST"
+                  " file was named")

@@ -56,10 +56,11 @@ def cpu_clock_of(pid: int, kind: int) -> int:
 
 
 def process_clocks(pid: int) -> tuple[float, float, float]:
-    """CPU seconds of a process in its own code, with those in the kernel, and the wall clock.
+    """CPU seconds of a process in its own code, with those in the kernel, and the wall clock
+    without the time that it waited for a core.
 
     The first one limits an answer, since a page fault can cost much time in the kernel on a busy
-    machine. The wall clock limits an answer that sleeps.
+    machine. The last one limits an answer that sleeps.
     """
     wall = time.monotonic()
     if sys.platform != "linux":
@@ -123,7 +124,13 @@ class Worker:
 
     def ready(self) -> dict[str, bool]:
         """Wait for the worker and return which protections are active in it."""
-        line = self.control.makefile("rb").readline()
+        try:
+            line = self.control.makefile("rb").readline()
+        except TimeoutError:
+            raise SystemExit(
+                f"found a judge worker that is not ready after {CONTROL_SECONDS} seconds, expected"
+                " it to start; rerun the same command when machine and file system are less busy"
+            ) from None
         if not line:
             raise SystemExit(
                 "found a judge worker that ended before it was ready, expected it to start; "

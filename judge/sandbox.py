@@ -108,9 +108,7 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     rows = []
     for index, (task, first, second) in enumerate(zip(tasks, *runs, strict=True)):
         for name, one, other in zip(tests_of(task), first, second, strict=True):
-            if is_value(one) and other == "timed out":
-                rows.append((index, name, TOO_SLOW))
-            elif one != other:
+            if other not in (one, "timed out"):
                 rows.append((index, name, "not deterministic"))
             elif one == NOTHING:
                 rows.append((index, name, "the solution returns None"))
@@ -118,6 +116,8 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
                 rows.append((index, name, "the value equals nothing"))
             elif not is_value(one):
                 rows.append((index, name, f"the solution {one}"))
+            elif other == "timed out":
+                rows.append((index, name, TOO_SLOW))
     return rows, judge.status
 
 
@@ -288,9 +288,9 @@ def tests_of(task: dict) -> dict[str, str]:
 class BackendJudge(Judge):
     """The judge of backend tasks, with the flags of collect.py."""
 
-    def __init__(self, judge="fixed", require_protection=False, workers=None):
+    def __init__(self, judge="fixed", require_protection=False):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that share this machine
-        workers = workers or max(1, (os.cpu_count() or 1) // here)
+        workers = max(1, (os.cpu_count() or 1) // here)
         super().__init__(workers, require_protection=require_protection)
         self.profile = judge
 

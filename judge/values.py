@@ -63,7 +63,7 @@ def digest_of(text: str) -> str:
 
 
 class Canonical:
-    """Writes a value as text, so that two values are equal under `==` exactly when their texts are.
+    """Writes a value as text, so that values of known types are equal when their texts are.
 
     Subclasses are reduced to their base value by methods of the base, such as `int.__index__`, so
     that no method of the answer decides. The parent compares digests of the texts.
@@ -94,10 +94,11 @@ class Canonical:
         if isinstance(value, float):
             return self.ratio(float.__float__(value))
         if isinstance(value, complex):
-            real, imaginary = self.ratio(value.real), self.ratio(value.imag)
+            real, imaginary = map(self.ratio, complex.__getnewargs__(value))
             return real if imaginary == "0" else f"{real}+{imaginary}j"
         if isinstance(value, (bytes, bytearray)):
-            return "bytes " + bytes(value).hex()  # hexadecimal alone is an int
+            base = bytes if isinstance(value, bytes) else bytearray
+            return "bytes " + base.hex(value)  # hexadecimal alone is an int
         if type(value) is type and value in BUILTIN_TYPES:
             return f"type {value.__name__}"
         return ""

@@ -40,7 +40,8 @@ def main(args):
     metrics = named_files(args.metrics)
     if args.critic:
         of_critic = Path(args.critic, "metrics.jsonl")
-        if of_critic.is_file() and of_critic not in [Path(path) for _, path in metrics]:
+        given = [Path(path).resolve() for _, path in metrics]
+        if of_critic.is_file() and of_critic.resolve() not in given:
             metrics.insert(0, ("critic", of_critic))
     names = [name for name, _ in metrics]
     if len(set(names)) < len(names):

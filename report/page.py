@@ -105,9 +105,8 @@ def annotate(policies, critic, held_out):
 
     held_out: ids of tasks that the critic was not trained on.
     """
-    episodes = [episode for policy in policies.values() for of_seed in policy
-                for episode in of_seed if not episode["error"]]
-    for episode in episodes:  # a foreign file may have anything under these names
+    every = [episode for policy in policies.values() for of_seed in policy for episode in of_seed]
+    for episode in every:  # a foreign file may have anything under these names
         for key, kind in (("advantages", (int, float)), ("credits", str)):
             given = episode.get(key)
             sound = isinstance(given, list) and len(given) == episode["turns"]
@@ -116,6 +115,7 @@ def annotate(policies, critic, held_out):
         for key in ("screenshot", "solution_screenshot"):
             if not isinstance(episode.get(key), str):
                 episode[key] = None
+    episodes = [episode for episode in every if not episode["error"]]
     if critic:
         add_advantages(critic, episodes)
     for episode in episodes:
@@ -212,7 +212,7 @@ def episode_record(name, seed_index, episode):
         "reward": episode["reward"], "reasons": episode["reasons"], "leak": episode["leak"],
         "leaking": episode["leak"] >= LEAK, "answer": episode["answer"],
         "dialogue": dialogue, "advantages": finite(episode.get("advantages")),
-        "credits": finite(episode.get("credits")), "heldOut": bool(episode.get("held_out")),
+        "credits": episode.get("credits") or [], "heldOut": bool(episode.get("held_out")),
     }
 
 

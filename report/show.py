@@ -87,5 +87,5 @@ def print_part(label, text):
     columns = max(40, min(100, shutil.get_terminal_size().columns))
     for line in harmless(text).split("\n"):
         for part in textwrap.wrap(line, columns - 10, break_on_hyphens=False) or [""]:
-            print(f"{harmless(label):10s}{part}".rstrip())
+            print(f"{harmless(label):9s} {part}".rstrip())
             label = ""

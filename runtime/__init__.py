@@ -1,4 +1,4 @@
 """How a script runs: processes, files that survive a kill, run.json, machine flags, models.
 
-Nothing here knows a loss or a pair.
+Nothing here computes a loss or knows a pair; messages read metrics by their names.
 """

@@ -42,6 +42,8 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n", encoding="utf-8")
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            if path.is_dir():  # additional_chat_templates; a folder replaces only an empty one
+                shutil.rmtree(output / path.name, ignore_errors=True)
             os.replace(path, output / path.name)
         partial.rmdir()
     process.barrier()
@@ -65,7 +67,8 @@ def is_complete(output, max_steps, process):
     process.barrier()  # all ranks have looked
     if process.leads and not to_resume:
         remove_leftovers(output)
-        print(f"{output}: training is complete")
+        cut = " up to --max_steps; a larger one trains on" if state.is_dir() else ""
+        print(f"{output}: training is complete{cut}")
     return not to_resume
 
 
@@ -135,6 +138,8 @@ def load_state(folder, model, optimizer, process):
         saved = zip(parameters, state["parameters"], state["moments"], strict=True)
         for parameter, weights, moments in saved:
             local(parameter).copy_(weights)
+            if not moments:  # it has had no gradient yet, and with its first one gets moments
+                del optimizer.state[parameter]
             for name, value in moments.items():
                 local(optimizer.state[parameter][name]).copy_(value)
     return state["step"]

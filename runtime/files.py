@@ -92,8 +92,8 @@ def write_new(path, text):
     path = Path(path)
     if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
         raise SystemExit(f"{path}: found something else than what this command writes, such as the"
-                         " output for an earlier input, expected a new name; choose another"
-                         " --output, or remove what is there")
+                         " output for an earlier input, expected a new name; choose another, or"
+                         " remove what is there")
     write_atomically(path, text)
 
 

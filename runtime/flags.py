@@ -89,7 +89,7 @@ class FlagParser(argparse.ArgumentParser):
         group.add_argument("--packed", action="store_true",
                            help="compute what rows share once (fast/packed.py)")
         self.add_argument("--micro_batch_size", type=int, least=1, default=1, group=group,
-                          help="pairs per forward and backward")
+                          help="pairs (sft.py: dialogues) per forward and backward")
         self.add_dtype_flag(group)
         self.add_argument("--checkpointing_every", type=int, least=0, metavar="N", group=group,
                           help="recompute the activations of every N-th layer in the backward; 0:"

@@ -15,7 +15,9 @@ from runtime.names import check_checkpoint, why_not_opened
 
 
 def load_tokenizer(path, max_length=None):
-    """A tokenizer; of a model that is to be trained on rows of up to `max_length` tokens."""
+    """A checkpoint's tokenizer. With `max_length`, the model is to be trained on rows of up to so
+    many tokens, and is refused if it cannot be.
+    """
     if max_length:
         refuse_untrainable(path, max_length)
     transformers.logging.disable_progress_bar()

@@ -40,7 +40,7 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             hold_lock(path)
         except OSError as error:
             raise SystemExit(f"{path.parent}: found that nothing can be written there ({error}),"
-                             " expected a directory for the output; choose another --output"
+                             f" expected a directory for the output; choose another {flag}"
                              ) from None
     resumes, grown = path.is_file() and has_output(path), False
     if resumes:
@@ -240,7 +240,7 @@ def server_moved(name, *commands):
 def has_output(record):
     """Whether a run has made anything that a corrected command could not replace.
 
-    For run.json, any file beside it; for NAME.run.json, an episode without error in NAME.
+    For run.json, any file beside it; for NAME.run.json, a row without error in NAME.
     """
     if record.name == "run.json":
         own = ("run.json", ".run.json")

@@ -88,7 +88,7 @@ def leaves_out(tokenizer, role):
     """Whether the chat template does not know this role, and silently writes nothing of it."""
     import jinja2
 
-    if role in str(tokenizer.chat_template):  # toy/base's has learnt without instructions
+    if role in str(tokenizer.chat_template):  # it knows the role, and what to omit (toy/base's)
         return False
     request, other = {"role": "user", "content": "x"}, {"role": role, "content": "y"}
     messages = [other, request] if role == "system" else [request, other]

@@ -1,5 +1,7 @@
 """Words for messages."""
 
+import unicodedata
+
 
 def counted(count, thing):
     """Such as "1 turn" or "2,000 turns"."""
@@ -9,8 +11,13 @@ def counted(count, thing):
 def harmless(text):
     """The text with whatever could steer a terminal spelled out, such as escape sequences."""
     text = text.replace("\r\n", "\n").expandtabs(4)
-    return "".join(character if character.isprintable() or character == "\n"
+    return "".join(character if is_harmless(character)
                    else character.encode("unicode_escape").decode() for character in text)
+
+
+def is_harmless(character):
+    # Python calls all spaces but one unprintable, such as those of Chinese and French texts
+    return character.isprintable() or character == "\n" or unicodedata.category(character) == "Zs"
 
 
 def with_interval(number, factor, unit="", sign="", digits=1):

@@ -1,6 +1,7 @@
 """A training run besides its method: its processes, its directory, its log, its saved states.
 
-It knows no loss, no pair and no row. A trainer's loop uses it so:
+It computes no loss and knows no pair and no row; its messages read metrics by name, such as
+train/margin. A trainer's loop uses it so:
 
     run = Run(args, inputs)
     steps = run.plan(len(batches))

@@ -1,7 +1,7 @@
 """Speakers: whoever answers conversations, as agent or as human. `load_speaker` opens one.
 
-speakers/interface.py says what a speaker is. Importing this package needs the standard library
-alone; torch and transformers are loaded only for a speaker that runs a model in this process.
+speakers/interface.py says what a speaker is. Importing this package needs tqdm and the standard
+library; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 
 from runtime.names import check_spec, is_server

@@ -20,7 +20,7 @@ class Request(NamedTuple):
     messages: list
     n: int = 1  # how many answers, each drawn on its own
     seed: int = 0
-    task: dict | None = None  # read by scripted speakers only
+    task: dict | None = None  # for scripts, and for the critic of best_of_n.py; no model reads it
     key: Any = None  # names the dialogue, of which a speaker may keep what it has computed
 
 

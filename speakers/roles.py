@@ -33,8 +33,8 @@ def refuse_unused(parser, args):
 def read_tasks_and_prompts(args, process):
     """(tasks, their domain, (the agent's instructions, the human's), the files that were read).
 
-    No model is loaded yet. Sets --human, --agent_prompt, --clip and --num_tasks where they were
-    omitted.
+    No model is loaded yet. Sets --human, --agent_prompt and --clip where they were omitted, and
+    --num_tasks to the number of tasks found.
     """
     if args.tasks.startswith("toy:"):
         tasks, files = toy_tasks(args.tasks, args.num_tasks), []

@@ -306,7 +306,10 @@ def test_the_saved_directory_reproduces_the_trained_logits(tiny, tmp_path):
         model.lm_head.weight += 0.01
     ids = torch.arange(20)[None]
     expected = model(ids).logits
-    save_checkpoint(tmp_path, model, byte_tokenizer(), "prompt", ALONE)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "rag": "x"}  # makes a folder
+    for _ in range(2):  # a larger --max_steps saves again
+        save_checkpoint(tmp_path, model, tokenizer, "prompt", ALONE)
     assert torch.equal(load_model(str(tmp_path)).eval()(ids).logits, expected)
     assert (tmp_path / "agent_prompt.txt").read_text() == "prompt\n"
 
@@ -413,6 +416,30 @@ def test_a_second_kill_between_renames_of_a_state_leaves_one_to_resume(tiny, tmp
     with pytest.raises(KeyboardInterrupt):
         save_state(tmp_path / "resume", 5, model, optimizer, ALONE)
     assert load_state(tmp_path / "resume", model, optimizer, ALONE) == 3
+
+
+def test_a_parameter_without_a_gradient_so_far_resumes_as_it_would_have_gone_on(tmp_path):
+    def step(model, optimizer, both):
+        model[0](torch.ones(1, 2)).sum().backward()
+        if both:
+            model[1](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def begin():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+    straight, resumed = begin(), begin()
+    step(*straight, both=False)
+    save_state(tmp_path / "resume", 1, *straight, ALONE)
+    load_state(tmp_path / "resume", *resumed, ALONE)
+    for model, optimizer in (straight, resumed):
+        optimizer.param_groups[0]["lr"] = 0.1  # as in a loop of steps
+        step(model, optimizer, both=True)
+    for one, other in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 # -----------------------------------------------------------------------------

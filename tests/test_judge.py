@@ -608,9 +608,9 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
         "def f(n):\n"
         "    while time.process_time() < n:\n"
         "        sum(range(20000))\n"  # else most of the time is the kernel's
-        "    return 1"
+        "    return 1 if n != 2.5 else {}[n]"
     )
-    tests = [str(n) for n in range(6)], ["0", "2", "99"]
+    tests = [str(n) for n in range(6)], ["0", "2", "2.5", "99"]
     rows, status = check_solutions([DOUBLE, *(
         {"ground_truth": solution, "test_cases": {n: f"f({n})" for n in numbers}}
         for solution, numbers in zip((code, slow), tests, strict=True))])
@@ -620,6 +620,7 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
         (1, "3", "the value equals nothing"),
         (1, "5", "the solution raised IndexError"),
         (2, "2", "the solution takes longer than an answer may"),
+        (2, "2.5", "the solution raised KeyError"),
         (2, "99", "the solution timed out"),
     ]
     assert status["limits"]

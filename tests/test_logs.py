@@ -61,6 +61,10 @@ def test_official_trajectories_are_graded_on_import_if_nobody_has_graded_them(tm
     assert [episode["success"] for episode in episodes] == [True, False, False, False]
     assert [episode["sample"] for episode in episodes] == [0, 1, 2, 3]
     assert "which were graded: 3" in said
+    asked = official_line("")
+    asked["answer"] = asked["dialogue_history"][1]["content"] = "Which unit do you want?"
+    (episode,), _ = imported(tmp_path / "asked", asked)
+    assert set(episode["reasons"].values()) == {"no answer"}  # as if it had been played here
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
     said = refusal(*import_of(tmp_path / "pages", official_line("x") | {"task": page}))
     assert "line 1: found no 'reward', expected a number; only answers to tasks with" in said

@@ -58,13 +58,17 @@ def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned)
     assert official_addresses(f"{address} and {address}") == f"{pinned} and {pinned}"
 
 
-def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(tmp_path, monkeypatch):
+def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(
+        tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("formats.websight.TRAIN_ROWS", 2)
     text = "https://picsum.photos/4/5"
     write_rows(tmp_path / "rows.jsonl", [
         {"llm_generated_idea": f"idea {index}", "text": text, "image": None} for index in range(3)])
     paths = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
     websight(tmp_path / "rows.jsonl", *paths)
+    assert capsys.readouterr().out == f"{paths[0]}: 2 tasks\n{paths[1]}: 1 task\n"
+    websight(tmp_path / "rows.jsonl", paths[0], None)
+    assert "1 row beyond the first 2 left out: no TEST file" in capsys.readouterr().out
     train, test = map(read_rows, paths)
     assert [task["problem_description"] for task in train] == ["idea 0", "idea 1"]
     assert [task["problem_description"] for task in test] == ["idea 2"]

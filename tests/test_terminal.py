@@ -91,6 +91,14 @@ def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path
             shown(capsys, path, given)
 
 
+def test_show_prints_every_kind_of_space_and_a_long_role_apart_from_its_text(tmp_path, capsys):
+    row = episode("t", 1.0)
+    row["task"]["domain"], row["success"] = "logged", None
+    row["dialogue_history"][0] = {"role": "environment", "content": "你好\u3000世界 10\u00a0000"}
+    text = shown(capsys, write(tmp_path / "e.jsonl", [row]))
+    assert "environment 你好\u3000世界 10\u00a0000\n" in text
+
+
 def test_show_prints_dialogues_that_an_error_ended_and_raw_thoughts(tmp_path, capsys):
     row = episode("t", None, texts=("t",), error="agent: gone")
     assert "0 turns, stopped by an error: agent: gone\n" in shown(

@@ -101,8 +101,7 @@ def choice_of(html):
 
 def frontend_human(task, messages, draw):
     """Names the largest difference between the agent's last page and the wanted one."""
-    message = messages[-1]
-    html = extract_html(message["content"]) if message["role"] == "assistant" else ""
+    html = extract_html(messages[-1]["content"])
     if not html:
         return "show me a page ."
     shown = choice_of(html)

@@ -128,6 +128,9 @@ class GraderChoice:
 def main(args):
     if args.critic.startswith(GRADER):
         check_spec(args.critic.removeprefix(GRADER))
+    elif is_server(args.critic):
+        raise SystemExit(f"{args.critic}: found the address of a server, expected a critic's"
+                         f" directory, or a grader model, as --critic {GRADER}{args.critic}")
     else:
         read_flags(args.critic, OF_CRITICS)
     process = join_processes()

@@ -10,7 +10,8 @@ Reads episodes (collect.py; `--agent scripted` plays demonstrations in an embedd
 checkpoint that from_pretrained opens, run.json and metrics.jsonl.
 
 Difference from the paper: none known; it says neither which dialogues count as successes (here:
-all tests passed; a page: a similarity of 0.9) nor how tokens are weighted (here: all alike).
+all tests passed; a page: a similarity of 0.9; a log: a reward of at least 1) nor how tokens are
+weighted (here: all alike).
 """
 
 import sys
@@ -56,9 +57,9 @@ def main(args):
             f" {fits}")
     if not rows:
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
-                         f" {'a success' if args.successes else 'one'} of at most --max_length"
-                         f" {args.max_length} tokens; a model that never succeeds has none: give"
-                         " demonstrations, without --successes")
+                         f" {'a success' if args.successes else 'one'} whose last turn fits into"
+                         f" --max_length {args.max_length}; a model that never succeeds has none:"
+                         " give demonstrations, without --successes")
     run.refuse_other_data([row.ids for row in rows])
     mean_tokens = sum(turn >= 0 for row in rows for turn in row.turn_index) / len(rows)
 
