@@ -18,14 +18,15 @@ cd "$(dirname "$0")/.."
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}")
 OUT=${OUT:-runs/out/backend_1gpu}
-MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+SIZE=0.5B
+[ -z "${LORA:-}" ] || SIZE=7B
+MODEL=${MODEL:-Qwen/Qwen2.5-$SIZE-Instruct}
 TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 1000)
 TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 200)
 TRAINING=(--lr 1e-5 --max_length 4096)
 SAMPLING=(--max_new_tokens 512)
 CANDIDATES=() # the defaults: 16 of each turn of a tenth of the tasks
 if [ -n "${LORA:-}" ]; then
-  MODEL=Qwen/Qwen2.5-7B-Instruct
   TRAINING=(--lora_rank 16 --lr 2e-5 --max_length 4096)
   SAMPLING+=(--batch_size 16) # the caches of more dialogues do not fit beside 15 GB of weights
 fi

@@ -50,19 +50,19 @@ def table(cells):
 
 
 def main(args):
-    cells = json.loads(args.output.read_text()) if args.output.exists() else {}
+    output = args.output or args.root / "table.json"
+    cells = json.loads(output.read_text()) if output.exists() else {}
     for folder in sorted(path for path in args.root.iterdir() if path.is_dir()):
         cells[folder.name] = table_of(folder, cells.get(folder.name, {}))
     print(markdown(table(cells)))
-    args.output.write_text(json.dumps(cells, indent=1) + "\n")
+    output.write_text(json.dumps(cells, indent=1) + "\n")
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
-    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_grid.json"),
-                        help="the table as JSON (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="the table as JSON (default: ROOT/table.json)")
     return parser.parse_args(argv)
 
 

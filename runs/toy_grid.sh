@@ -2,7 +2,8 @@
 # When does it pay? A grid of embedded worlds and numbers of training tasks: a task needs 4 or 5 of
 # 5, 6 or 8 likely details, and there are 200 or 800 tasks. Each cell has the paper's halves, our
 # pairing rule, a critic without the solution, rejection fine-tuning and the base.
-# CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes.
+# CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes. The table goes to ROOT/table.json;
+# TABLE= names another to add the runs to, such as the committed runs/out/toy_grid.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ROOT=${ROOT:-runs/out/grid}
@@ -12,7 +13,7 @@ for cell in $CELLS; do
   WORLD=${cell%:*} TASKS=${cell#*:}
   name=${WORLD//\//_}.$TASKS
   for SEED in $SEEDS; do
-    source runs/toy_flags.sh
+    SHORT= source runs/toy_flags.sh # a cell names its number of tasks
     BOTH=(python) # one core: another cell may run on the other
     OUT=$ROOT/$name/$SEED
     mkdir -p "$OUT/test"
@@ -35,4 +36,4 @@ for cell in $CELLS; do
     play base "$BASE"
   done
 done
-python runs/toy_grid.py "$ROOT"
+python runs/toy_grid.py "$ROOT" --output "${TABLE:-$ROOT/table.json}"

@@ -4,9 +4,9 @@
 
 Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
 Prints: a table to paste, differences with 95 % intervals, and the critics' AUC.
-Writes: runs/out/toy_seeds.json: what each policy reached on every test task with each seed, means,
-differences, and how true the critics' advantages are. What is in this file already stays unless
-ROOT has the same policy and seed, so that seeds may be run one by one, on several machines.
+Writes: ROOT/table.json, or --output: what each policy reached on every test task with each seed,
+means, differences, and how true the critics' advantages are. What is in this file already stays
+unless ROOT has the same policy and seed, so that seeds may be run one by one, on several machines.
 """
 
 import argparse
@@ -138,7 +138,8 @@ def table_of(root, old):
 
 
 def main(args):
-    old = json.loads(args.output.read_text()) if args.output.exists() else {}
+    output = args.output or args.root / "table.json"
+    old = json.loads(output.read_text()) if output.exists() else {}
     table = table_of(args.root, old)
     means, differences = table["means"], table["differences"]
     rows = [["policy", "seeds", "%", "SWEET-RL minus it", "AUC"]]
@@ -153,15 +154,14 @@ def main(args):
             print(f"{left} - {right}:"
                   f" {with_interval(differences[f'{left} - {right}'], 100, sign='+')}")
 
-    args.output.write_text(json.dumps(table, indent=1) + "\n")
+    output.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
-    parser.add_argument("--output", type=Path, default=Path("runs/out/toy_seeds.json"),
-                        help="the table as JSON (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="the table as JSON (default: ROOT/table.json)")
     return parser.parse_args(argv)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# N seeds of the embedded experiment: a table, and runs/out/toy_seeds.json; with DOMAIN=frontend of
-# pages, and runs/out/toy_seeds_frontend.json. Resumes; ONLY=toy omits ablations, best of N and
-# round 2.
+# N seeds of the embedded experiment, with DOMAIN=frontend of pages, and a table of what ROOT has:
+# ROOT/table.json. Resumes; ONLY=toy omits ablations, best of N and round 2. The committed tables are
+# runs/out/toy_seeds.json and runs/out/toy_seeds_frontend.json; TABLE= names one to add the runs to.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend}
@@ -21,4 +21,4 @@ for SEED in $(seq 0 $((N - 1))); do
   [ -f "$OUT/report.html" ] || runs/toy.sh
   [ "${ONLY:-}" = toy ] || more
 done
-python runs/toy_seeds.py "$ROOT" --output "runs/out/toy_seeds$SUFFIX.json"
+python runs/toy_seeds.py "$ROOT" --output "${TABLE:-$ROOT/table.json}"

@@ -65,6 +65,11 @@ def test_a_mistyped_flag_is_refused_by_name(script, flag, tmp_path, capsys):
     assert ("did you mean --" in printed) == (flag != "--zzz")
 
 
+def test_a_name_that_is_not_utf_8_is_refused_at_once():
+    with pytest.raises(SystemExit, match="found a command that is not UTF-8, expected"):
+        evaluate.parse_args(["p\udcff=episodes.jsonl", "--output", "o"])
+
+
 def test_an_abbreviation_is_fine(tmp_path):
     args = collect.parse_args([*SCRIPTS[collect].format(tmp_path).split(), "--num_t", "7"])
     assert args.num_tasks == 7

@@ -97,6 +97,13 @@ def test_a_value_passes_for_another_exactly_when_python_calls_them_equal():
             assert passed == bool(one == other), (one, other)
 
 
+def test_a_count_of_0_is_not_missing_in_a_plain_dict_beside_a_counter():
+    counts, none = collections.Counter({1: 2}), collections.Counter({3: 0})
+    solution = describe([none, counts])
+    assert reason_of(solution, describe([{}, counts])) == "wrong"
+    assert reason_of(solution, describe([collections.Counter(), counts])) == "passed"
+
+
 def test_classes_of_one_name_are_one_class_except_in_the_official_profile():
     """Solution and answer have each their own."""
     def instances():
