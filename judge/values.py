@@ -137,15 +137,14 @@ class Canonical:
         names = {base.__name__ for base in type(value).__mro__}
         kinds = {kind for name, kind in OWN_EQUALITY.items() if name in names}
         self.seen |= kinds
-        pairs = []
-        for key, item in dict.items(value):
-            written = self.text(item, depth)
-            if written != "0" or self.own != "c" or "c" not in kinds:
-                pairs.append(f"{self.text(key, depth)}:{written}")
-        if self.own == "o" and "o" in kinds:
-            return f"<o{','.join(pairs)}>"
-        mark = "c" if self.own == "c" and "c" in kinds else ""  # no plain dict is like a Counter
-        return f"<{mark}{','.join(sorted(pairs))}>"
+        own = self.own if self.own in kinds else ""
+        pairs = [(self.text(key, depth), self.text(item, depth))
+                 for key, item in dict.items(value)]
+        if own == "c":
+            pairs = [(key, item) for key, item in pairs if item != "0"]
+        if own != "o":
+            pairs.sort()
+        return f"<{own}{','.join(f'{key}:{item}' for key, item in pairs)}>"
 
     def library(self, value, depth: int) -> str:
         """The text of a value of a known library type, a dataclass or an enum.
