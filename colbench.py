@@ -35,8 +35,7 @@ from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, BackendJudge
 from runtime.files import expect, without_nulls
-from runtime.templates import (
-    UnnestedTemplate, end_of_turn, ids_after_turn, prompt_ids, render, turn_ids)
+from runtime.templates import UnnestedTemplate, end_of_turn, render, template_ids, turn_ids
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -345,10 +344,8 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
-        if ids[-1:] == [end_id]:
-            added = ids_after_turn(tokenizer, before[len(rendered):])
-        else:
-            [added] = prompt_ids(tokenizer, [before[len(rendered):]])
+        after_turn = ids[-1:] == [end_id]  # not at the start, nor after a turn that was cut
+        added = template_ids(tokenizer, before[len(rendered):], after_turn)
         ids += added
         turn_index += [-1] * len(added)
         if index == len(messages):

@@ -62,8 +62,8 @@ def who_won(results):
 
 def in_points(difference, results):
     """Such as "18.0 points [12.6, 23.6]"; of the rewards of logs "1.500 [0.500, 2.500]"."""
-    unit = " points" if scale(results["metric"], results)["factor"] == 100 else ""
-    return with_interval(difference, unit=unit, **scale(results["metric"], results))
+    factor, _ = scale(results["metric"], results)
+    return written(difference, results["metric"], results, " points" if factor == 100 else "")
 
 
 def behind(lead, results):
@@ -78,8 +78,8 @@ def achievement(name, results):
     metric = results["metric"]
     number = results["policies"][name]["numbers"][metric]
     if metric == "success":
-        return f"{name} solves {with_interval(number, 100, ' %')}"
-    return f"{name} reaches {with_interval(number, **scale(metric, results))}"
+        return f"{name} solves {written(number, metric, results, ' %')}"
+    return f"{name} reaches {written(number, metric, results)}"
 
 
 def is_ahead(lead):
@@ -152,9 +152,14 @@ def heading(key, results):
 
 
 def scale(key, results):
-    """What a number is multiplied by, and its decimal places."""
+    """(what a number is multiplied by, its decimal places)."""
     factor = results["reward_factor"] if key == "reward" else HEADINGS[key][1]
-    return {"factor": factor, "digits": 3 if key == "reward" and factor == 1 else 1}
+    return factor, 3 if key == "reward" and factor == 1 else 1
+
+
+def written(number, key, results, unit="", sign=""):
+    factor, digits = scale(key, results)
+    return with_interval(number, factor, unit, sign, digits)
 
 
 def policy_table(results):
@@ -170,7 +175,7 @@ def policy_table(results):
     rows = [["Policy", "Tasks", "Episodes", *(heading(key, results) for key in keys)]]
     for name, policy in policies.items():
         counts = [f"{count:,}" for count in (results["tasks"], policy["episodes"])]
-        cells = [with_interval(policy["numbers"][key], **scale(key, results)) for key in keys]
+        cells = [written(policy["numbers"][key], key, results) for key in keys]
         rows.append([name, *counts, *cells])
     return rows
 
@@ -185,7 +190,7 @@ def pair_table(results):
         rows.append([
             f"{pair['policy']} − {pair['against']}",
             heading(pair["metric"], results),
-            with_interval(pair["difference"], sign="+", **scale(pair["metric"], results)),
+            written(pair["difference"], pair["metric"], results, sign="+"),
             "yes" if pair["settled"] else "no",
             f"{pair['wins']} / {pair['losses']} / {ties}",
             with_interval(pair["win_rate"], 100),

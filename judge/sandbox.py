@@ -191,7 +191,7 @@ class Judge:
                 reasons[name] = SOLUTION_FAILED
         if code and usable:
             expressions = [tests[name] for name in usable]
-            most = self.max_timeouts if profile == "fixed" else len(tests)
+            most = self.max_timeouts if profile == "fixed" else None
             actual = self.outcomes(code, expressions, profile, self.seconds, most)
             for name, outcome in zip(usable, actual, strict=True):
                 reasons[name] = reason_of(expected[name], outcome)
@@ -222,16 +222,16 @@ class Judge:
     def run_solution(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> None:
         """Run the solution and keep what came out of each test."""
         tests = list(tests_of(task).values())
-        outcomes = self.outcomes(
-            task["ground_truth"], tests, profile, factor * self.seconds, len(tests)
-        )
+        outcomes = self.outcomes(task["ground_truth"], tests, profile, factor * self.seconds)
         self.expected[self.key(task, profile)] = outcomes
 
     def outcomes(
-        self, code: str, tests: list[str], profile: str, seconds: float, max_timeouts: int = 2
+        self, code: str, tests: list[str], profile: str, seconds: float,
+        max_timeouts: int | None = None,
     ) -> list[str]:
         """What came out of each test, on an idle worker.
 
+        After `max_timeouts` tests that timed out, the others count as timed out, too (None: never).
         A worker that dies is replaced, and the code runs again.
         """
         if profile not in ("fixed", "official"):
@@ -258,12 +258,9 @@ class Judge:
 
     def run_all(
         self, worker: Worker, code: str, tests: list[str], profile: str, seconds: float,
-        max_timeouts: int,
+        max_timeouts: int | None,
     ) -> list[str]:
-        """What came out of each test; a child that ended early is followed by one for the rest.
-
-        After `max_timeouts` tests that timed out, the others count as timed out, too.
-        """
+        """What came out of each test; a child that ended early is followed by one for the rest."""
         outcomes = []
         timeouts = 0
         while len(outcomes) < len(tests):

@@ -38,7 +38,7 @@ def result_charts(results, episodes):
 def metric_chart(results):
     """The number that decides who won, with its interval; a share has the whole range as axis."""
     metric = results["metric"]
-    factor, digits = scale(metric, results).values()
+    factor, digits = scale(metric, results)
     rows = []
     for name, policy in results["policies"].items():
         number = policy["numbers"][metric]

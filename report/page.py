@@ -133,12 +133,13 @@ def add_advantages(critic, episodes):
     for episode in episodes:
         episode["advantages"] = [None] * episode["turns"]
         row = critic.dialogue_row(episode)
-        if row and row.dropped + row.turns > episode["turns"]:
+        if row is None:
+            continue
+        if row.dropped + row.turns > episode["turns"]:
             raise SystemExit(f"found {row.turns} advantages of an episode of {episode['turns']}"
                              " turns, expected one a turn; a critic of tokens has to sum them in"
                              " turn_advantages")
-        if row:
-            rows.append((row, episode))
+        rows.append((row, episode))
     rows.sort(key=lambda pair: len(pair[0].ids), reverse=True)  # those of one forward are alike
     bar = tqdm(total=len(rows), unit="episode", desc="advantages", **join_processes().bar)
     while rows:

@@ -36,4 +36,4 @@ for cell in $CELLS; do
     play base "$BASE"
   done
 done
-python runs/toy_grid.py "$ROOT" --output "${TABLE:-$ROOT/table.json}"
+python runs/toy_grid.py "$ROOT" ${TABLE:+--output "$TABLE"}

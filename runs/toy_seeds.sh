@@ -21,4 +21,4 @@ for SEED in $(seq 0 $((N - 1))); do
   [ -f "$OUT/report.html" ] || runs/toy.sh
   [ "${ONLY:-}" = toy ] || more
 done
-python runs/toy_seeds.py "$ROOT" --output "${TABLE:-$ROOT/table.json}"
+python runs/toy_seeds.py "$ROOT" ${TABLE:+--output "$TABLE"}

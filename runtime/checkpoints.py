@@ -132,14 +132,12 @@ def load_state(folder, model, optimizer, process):
     if folder is None:
         return 0
     state = read_state(folder, process)
-    parameters = trained_parameters(model)
-    make_moments(optimizer, parameters)
+    saved = list(zip(trained_parameters(model), state["parameters"], state["moments"], strict=True))
+    # a parameter that has had no gradient yet has no moments either
+    make_moments(optimizer, [parameter for parameter, _, moments in saved if moments])
     with torch.no_grad():
-        saved = zip(parameters, state["parameters"], state["moments"], strict=True)
         for parameter, weights, moments in saved:
             local(parameter).copy_(weights)
-            if not moments:  # it has had no gradient yet, and with its first one gets moments
-                del optimizer.state[parameter]
             for name, value in moments.items():
                 local(optimizer.state[parameter][name]).copy_(value)
     return state["step"]

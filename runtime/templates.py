@@ -113,12 +113,15 @@ def prompt_ids(tokenizer, texts):
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def ids_after_turn(tokenizer, text):
-    """Token ids of what a template writes after a finished turn.
+def template_ids(tokenizer, text, after_turn):
+    """Token ids of a text that a template has made.
 
-    It is encoded with the end-of-turn token in front, which is cut off again: some tokenizers set a
-    space before a text that stands alone, and some such tokens (Phi-3's) take in a line end.
+    After a finished turn, it is encoded with the end-of-turn token in front, which is cut off
+    again: some tokenizers set a space before a text that stands alone, and some such tokens
+    (Phi-3's) take in a line end.
     """
+    if not after_turn:
+        return prompt_ids(tokenizer, [text])[0]
     end_id, end_text = end_of_turn(tokenizer)
     [ids] = prompt_ids(tokenizer, [end_text + text])
     return ids[ids.index(end_id) + 1:]
