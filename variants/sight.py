@@ -81,27 +81,24 @@ def vision_value_class(path):
         def forward(self, **inputs):
             hidden = self.model(**inputs).last_hidden_state  # (R, T, D)
             if "pixel_values" not in inputs:
-                hidden = hidden + zero_with_gradients(self.parameters_of_vision())
+                hidden = hidden + zero_of_vision(self)
             return TokenClassifierOutput(logits=self.score(hidden))
-
-        def parameters_of_vision(self):
-            decoder = {id(parameter) for parameter in self.get_decoder().parameters()}
-            return [parameter for parameter in self.model.parameters()
-                    if id(parameter) not in decoder]
 
     # transformers looks up by these names how a checkpoint spells its weights
     VisionValue.__name__, VisionValue.__module__ = base.__name__, base.__module__
     return VisionValue
 
 
-def zero_with_gradients(parameters):
-    """0, with a gradient of 0 for each of `parameters`.
+def zero_of_vision(model):
+    """0, with a gradient of 0 for each weight of the vision encoder.
 
     Data-parallel ranks sum the gradients that they have, weight by weight, so all must have the
     same ones. A row without a picture does not use the vision encoder; added to its result, this
     zero gives the encoder's weights gradients all the same.
     """
-    return 0.0 * sum(parameter.sum() for parameter in parameters)
+    decoder = {id(parameter) for parameter in model.get_decoder().parameters()}
+    return 0.0 * sum(parameter.sum() for parameter in model.model.parameters()
+                     if id(parameter) not in decoder)
 
 
 def forward_seen(model, ids, input_ids, attention_mask, **seen):
