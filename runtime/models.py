@@ -11,7 +11,7 @@ import transformers
 
 from runtime.lora import (
     WithoutMatrices, add_matrices, has_matrices, load_matrices, take_apart)
-from runtime.names import check_checkpoint, why_not_opened
+from runtime.names import check_checkpoint
 
 
 def load_tokenizer(path, max_length=None):
@@ -34,8 +34,12 @@ def load_part(auto_class, name, path):
     try:
         return auto_class.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{path}: could not open {name} ({why_not_opened(path, error)});"
-                         " expected a Hugging Face name or directory") from None
+        reason = str(error)
+        if not os.path.isdir(path):  # both places that were tried
+            reason = ("there is no such directory here, and the Hugging Face Hub has no such model,"
+                      f" or cannot be reached: {reason}")
+        raise SystemExit(f"{path}: could not open {name} ({reason}); expected a Hugging Face name"
+                         " or directory") from None
 
 
 def is_quantised(config):

@@ -56,11 +56,3 @@ def check_checkpoint(path):
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
                          " Face name")
-
-
-def why_not_opened(path, error):
-    """The cause of a failed load: for a name without a directory, both places that were tried."""
-    if Path(path).is_dir():
-        return str(error)
-    return ("there is no such directory here, and the Hugging Face Hub has no such model, or cannot"
-            f" be reached: {error}")
