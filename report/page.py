@@ -26,7 +26,6 @@ from toy.credit import has_toy_credit, toy_credit
 PAGE = Path(__file__).with_name("page.html")
 EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
 EMPTY_EPISODES = '<script type="text/plain" id="packed"></script>'
-TOKENS_AT_ONCE = 2048  # of the dialogues in one forward of the critic
 THUMBNAIL = 360  # pixels of width
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
@@ -129,8 +128,7 @@ def annotate(policies, critic, held_out):
 
 def add_advantages(critic, episodes):
     """Set the `advantages` of all agent turns, None for turns that are too long for the critic."""
-    rows = []
-    for episode in episodes:
+    for episode in tqdm(episodes, unit="episode", desc="advantages", **join_processes().bar):
         episode["advantages"] = [None] * episode["turns"]
         row = critic.dialogue_row(episode)
         if row is None:
@@ -139,18 +137,8 @@ def add_advantages(critic, episodes):
             raise SystemExit(f"found {row.turns} advantages of an episode of {episode['turns']}"
                              " turns, expected one a turn; a critic of tokens has to sum them in"
                              " turn_advantages")
-        rows.append((row, episode))
-    rows.sort(key=lambda pair: len(pair[0].ids), reverse=True)  # those of one forward are alike
-    bar = tqdm(total=len(rows), unit="episode", desc="advantages", **join_processes().bar)
-    while rows:
-        longest, _ = rows[0]
-        size = max(1, TOKENS_AT_ONCE // len(longest.ids))
-        part, rows = rows[:size], rows[size:]
-        values = critic.turn_advantages([row for row, _ in part]).tolist()
-        for (row, episode), of_turns in zip(part, values, strict=True):
-            of_row = slice(row.dropped, row.dropped + row.turns)
-            episode["advantages"][of_row] = of_turns[:row.turns]
-        bar.update(len(part))
+        [values] = critic.turn_advantages([row]).tolist()
+        episode["advantages"][row.dropped:row.dropped + row.turns] = values
 
 
 def true_credits(episode):
