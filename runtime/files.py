@@ -135,12 +135,9 @@ class ResumableJsonl:
             if self.process.leads and self.path.exists():  # finished by an earlier run
                 write_jsonl(self.part, self.rows.values())
                 self.path.unlink()
-            descriptor = os.open(self.part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                if os.write(descriptor, line) != len(line):
+            with open(self.part, "ab", buffering=0) as file:
+                if file.write(line) != len(line):
                     raise OSError(f"{self.part}: only part of a line could be written")
-            finally:
-                os.close(descriptor)
 
     def discard(self, keys):
         """Remove rows that this process has appended."""
