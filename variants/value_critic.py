@@ -65,15 +65,11 @@ class Reader:
     def dialogue_row(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         messages, finished = agent_view(episode)
-
-        def encode(tokenizer, messages, max_length):
-            encoded = encode_within(tokenizer, messages, max_length, finished)
-            return [encoded] if encoded else None
-
-        found = self._rows(episode["task"], messages, encode)
-        if found is None:
+        seen, room, row_of = self._opened(episode["task"], messages)
+        encoded = encode_within(self.tokenizer, seen, room, finished)
+        if encoded is None:
             return None
-        row, = found
+        row = row_of(*encoded)
         row.outcome = episode["reward"]
         if episode["success"] is not None:
             row.outcome = float(episode["success"])
@@ -81,12 +77,12 @@ class Reader:
 
     def candidate_rows(self, task, messages, texts, finished):
         """A row for each candidate; None if they do not fit."""
-        def encode(tokenizer, messages, max_length):
-            return encode_candidates(tokenizer, messages, texts, finished, max_length)
+        seen, room, row_of = self._opened(task, messages)
+        encoded = encode_candidates(self.tokenizer, seen, texts, finished, room)
+        return [row_of(*row) for row in encoded] if encoded else None
 
-        return self._rows(task, messages, encode)
-
-    def _rows(self, task, messages, encode):
+    def _opened(self, task, messages):
+        """(the messages to encode, in how many tokens, a function that makes the row of them)."""
         if self.sight:
             if DOMAINS[task["domain"]].logged:
                 raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
@@ -101,13 +97,13 @@ class Reader:
             seen, opening = critic_messages(task, messages, self.privileged), None
             opening_ids, text_length = [], 0
         room = self.max_length + text_length - len(opening_ids)
-        found = encode(self.tokenizer, seen, room)
-        if found is None:
-            return None
-        return [ValueRow(opening_ids + ids[text_length:],
-                         [-1] * len(opening_ids) + turn_index[text_length:], dropped,
-                         opening=opening)
-                for ids, turn_index, dropped in found]
+
+        def row_of(ids, turn_index, dropped):
+            return ValueRow(opening_ids + ids[text_length:],
+                            [-1] * len(opening_ids) + turn_index[text_length:], dropped,
+                            opening=opening)
+
+        return seen, room, row_of
 
 
 # -----------------------------------------------------------------------------
