@@ -25,8 +25,6 @@ This file needs the standard library alone and works alone:
         png = browser.render("<html><body>Hello</body></html>")
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import gzip

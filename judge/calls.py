@@ -7,8 +7,6 @@ job. A filter can be put on but never taken off. Linux on x86-64 and aarch64 alo
 Order: the calls, the two filters, then what their instructions are made of.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import struct

@@ -5,8 +5,6 @@ judge/sandbox.py keeps a pool of these. `Worker()` starts judge/worker.py in a n
 not trusted: a line that is not an outcome, or too much of anything, ends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

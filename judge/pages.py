@@ -7,8 +7,6 @@ judge/browser.py, and the screenshots are compared: by the cosine of their CLIP 
 the paper's reward (`ClipReward`), or without a model (`embedded_similarity`).
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import re

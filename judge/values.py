@@ -5,8 +5,6 @@ compares the digests of solution and answer. So no `__eq__` of the answer takes 
 large comes back. What "equal" means is Python's `==`, as far as `Canonical` knows the type.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections import deque
 from hashlib import blake2b

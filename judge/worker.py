@@ -8,8 +8,6 @@ Order: the worker's loop; its locks; the child, which runs the tests. A child in
 worker has loaded and locked, so nothing here may know tasks, solutions or secrets.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib
