@@ -11,26 +11,37 @@ if [ -n "${SHORT:-}" ]; then # a smoke run
   TASKS=80
   TEST=20
   TOY=runs/out/short
+elif [ -n "${FULL:-}" ]; then # what the tables of docs/measured.md were measured with
+  TOY=runs/out/full
 fi
 if [ "$DOMAIN" = backend ]; then
   SUFFIX=
   BASE=${BASE:-toy/base}
-  TASKS=${TASKS:-500}
   SAMPLES=6
-  STATES=6 # of a task that give candidates
-  TEST=${TEST:-500}
   TURNS=(--max_turns 9) # toy/world.py says why
   TOKENS=64             # of one agent message
   # A task with mixed outcomes has five to nine pairs. So a step of the critic has some four tasks,
-  # one of multi-turn DPO some eight; in one micro-batch, each of their dialogues is computed once.
+  # one of multi-turn DPO four or eight; in one micro-batch, each dialogue is computed once.
   PAIRS=(--pairs success_vs_failure --shuffle groups)
   CRITIC=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 5e-5 --epochs 2)
   CRITIC_LOSS=(--beta 30 --nll 0.02)
   VALUE_HEAD=(--lr 3e-3)
-  POLICY=(--batch_size 64 --lr 1e-3 --epochs 4) # four pairs a state
-  MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 12)
+  if [ -n "${FULL:-}" ]; then
+    TASKS=${TASKS:-500}
+    STATES=6 # of a task that give candidates
+    TEST=${TEST:-500}
+    POLICY=(--batch_size 64 --lr 1e-3 --epochs 4) # four pairs a state
+    MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 12)
+    RFT=(--batch_size 32 --lr 2e-3 --epochs 12)
+  else # five minutes on two cores
+    TASKS=${TASKS:-225}
+    STATES=12
+    TEST=${TEST:-250}
+    POLICY=(--batch_size 32 --lr 5e-4 --epochs 2)
+    MTDPO=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 1e-3 --epochs 12)
+    RFT=(--batch_size 16 --lr 1e-3 --epochs 12)
+  fi
   MTDPO+=(--beta 0.3 --nll 10)
-  RFT=(--lr 2e-3 --epochs 12)
 else
   SUFFIX=_frontend
   BASE=${BASE:-toy/base_frontend}
@@ -46,10 +57,10 @@ else
   VALUE_HEAD=(--lr 1e-3)
   POLICY=(--batch_size 128 --lr 3e-4 --epochs 2)
   MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
-  RFT=(--lr 1e-3 --epochs 6)
+  RFT=(--batch_size 32 --lr 1e-3 --epochs 6)
 fi
 POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
-RFT+=(--successes --batch_size 32 --micro_batch_size 16)
+RFT+=(--successes --micro_batch_size 16)
 PACKED=${PACKED---packed} # PACKED= runs the trainers' own turn_logprobs, such as that of a fork
 BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
 

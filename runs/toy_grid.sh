@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ROOT=${ROOT:-runs/out/grid}
 SEEDS=${SEEDS:-0 1}
+FULL=1 # the settings of the tables
 CELLS=${CELLS:-$(echo 64/10/{5,6,8}/4-5:{800,200})}
 for cell in $CELLS; do
   WORLD=${cell%:*} TASKS=${cell#*:}

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # N seeds of the embedded experiment, with DOMAIN=frontend of pages, and a table of what ROOT has:
 # ROOT/table.json. Resumes; ONLY=toy omits ablations, best of N and round 2. The committed tables are
-# runs/out/toy_seeds.json and runs/out/toy_seeds_frontend.json; TABLE= names one to add the runs to.
+# runs/out/toy_seeds.json, runs/out/toy_seeds_frontend.json and, with FULL= in front (the tasks of
+# make toy), runs/out/toy_seeds_225_tasks.json; TABLE= names one to add the runs to.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export DOMAIN=${DOMAIN:-backend}
+export DOMAIN=${DOMAIN:-backend} FULL=${FULL-1}
 N=${1:-5}
 SUFFIX=
 [ "$DOMAIN" = backend ] || SUFFIX=_frontend
