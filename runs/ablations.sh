@@ -4,7 +4,7 @@
 # ranks. The critics: without the solution, without length normalisation, with the official code's
 # normalisation, with a value head, untrained; for comparison, true credit and random ranks.
 # Then SWEET-RL's own ranks with another pairing rule, and LoRA, which trains matrices of rank 16 in
-# place of all weights.
+# place of all weights. FULL=1, as with runs/toy.sh, gives those of the tables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
