@@ -4,7 +4,8 @@ An agent talks up to ten turns with a simulated human who has something in mind 
 cannot see. Then the agent delivers a Python function (backend, graded by hidden tests) or a web
 page (frontend, graded by image similarity).
 
-  1. A task is one JSON line: what the human says first, what the human has in mind, hidden tests.
+  1. A task is one JSON line: what the human says first, what the human has in mind
+     (`hidden_information`, by default the solution), the solution, hidden tests.
   2. Agent and human each see their own view of the dialogue: `agent_messages`, `human_messages`
      (for pages `human_page_view`). train_critic.py defines what the critic sees.
   3. A judge gives the answer its reward. Model-written code and pages run only in sandboxed child
@@ -237,7 +238,9 @@ class Domain(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
     # open_judge(**flags) opens the judge, a context manager. Many threads may call its
-    # grade(task, answer), which returns a judge.sandbox.Grade. None: rewards come from logs
+    # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success (True,
+    # False, or None without tests), reasons ({test: "passed" or why not}). None, as for logs: the
+    # rewards come with the dialogues
     open_judge: typing.Callable | None
     # (task, history, prompt, judge) -> what the human reads
     human_view: typing.Callable = human_messages

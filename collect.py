@@ -13,8 +13,12 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
         --human_model meta-llama/Llama-3.1-70B-Instruct --output episodes.jsonl
     python collect.py --states episodes.jsonl --agent toy/base --output candidates.jsonl
 
-Reads tasks and writes episodes; with --states, reads episodes and writes candidates, one state a
-line:
+Reads tasks and writes episodes, one dialogue a line:
+
+    {"task": {...}, "sample": 0, "dialogue_history": [{"role": "user", "content": "..."}, ...],
+     "answer": "def price ...", "reward": 0.5, "success": false, "turns": 3, "error": null, ...}
+
+With --states, reads episodes and writes candidates, one state a line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...], "error": null}

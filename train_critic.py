@@ -9,11 +9,14 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
      critic: Eq. (2).                                                          critic_loss
   5. The trained critic gives the candidates of a state their advantages.      Critic, rank
 
-    python train_critic.py --episodes episodes.jsonl --model toy/base --output critic --lr 1e-4 \
-        --candidates candidates.jsonl
+    python train_critic.py --episodes episodes.jsonl --model toy/base --output critic \
+        --pairs success_vs_failure --shuffle groups --batch_size 24 --micro_batch_size 24 \
+        --lr 5e-5 --beta 30 --nll 0.02 --epochs 1 --candidates candidates.jsonl
     torchrun --nproc_per_node 8 train_critic.py --episodes episodes.jsonl \
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
+
+The defaults are the paper's, for a model of 8B; with them, toy/base forgets how to answer.
 
 Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
 metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a
@@ -25,19 +28,22 @@ line:
 
 To change                  edit
     the loss               critic_loss; critic_objective, which calls it, for the NLL term and
-                           what is logged. For a loss per token, let turn_index number the agent's
-                           tokens, and sum them to turns for the report
+                           what is logged (the margin of Eq. (2), whatever the loss). For a loss per
+                           token, number the agent's tokens in the turn_index of dialogue_row and of
+                           Critic.candidate_rows, or training and ranking differ; divide by the
+                           turn's length yourself, and sum to turns in Critic.turn_advantages
     what the loss knows    Row: add a field with a default value, which dialogue_row fills in (for
                            example with the episode's reward)
     the advantage          advantage, NORMALISERS; pass a new parameter of it through
                            critic_objective (training), read_critic_flags and Critic (ranking)
-    the pairs              pair_episodes, also for an extra reward (a file's reward of 1 has to
-                           remain a success)
+    the pairs              pair_episodes and PAIRS, the flag's choices, in both trainers; also for
+                           an extra reward (a file's reward of 1 has to remain a success)
     what the critic reads  PRIVILEGED, critic_messages
     the ranking            rank; a flag of it also goes into RANKING and into the `flags` in rank
     the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
                            `PACKED= make toy`)
     optimiser, schedule    train, learning_rate (which variants/value_critic.py imports)
+    saving, resuming       Run in runtime/training.py, whose first lines show the whole loop
     FSDP, precision        shard and open_to_train in runtime/models.py
 Another kind of critic is another file that writes ranked candidates, such as
 variants/value_critic.py.
@@ -241,8 +247,8 @@ def turn_logprobs(model, rows):
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
-    turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S); token t + 1 is in turn s
+    turn_numbers = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
+    is_of_turn = turn_index[:, 1:, None] == turn_numbers  # (R, T - 1, S); token t + 1 is in turn s
     return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
 
 
@@ -252,7 +258,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), to be logged
+    margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), logged whatever the loss
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
     token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
@@ -351,7 +357,7 @@ def train(args):
     if run.complete:
         return
     # a larger --max_steps trains this critic on: what it ranked before is out of date
-    run.remove("ranked.jsonl", "ranked.jsonl.r*")
+    run.remove("ranked.jsonl", "ranked.jsonl.r*")  # with .run.json, .rank0, ...
 
     # 1. pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model, args.max_length)
@@ -452,7 +458,7 @@ class Critic:
         return [Row(*row) for row in encoded] if encoded else None
 
     def dialogue_row(self, episode):
-        """The row of an episode; None if its last turn does not fit."""
+        """The row of an episode, for the report; None if its last turn does not fit."""
         return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
 
     @torch.no_grad()

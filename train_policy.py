@@ -7,11 +7,13 @@ r"""Train the policy of SWEET-RL from ranked candidates (arXiv 2503.15478, secti
 With --episodes, this script is multi-turn DPO, a baseline: the same loss on whole dialogues.
 
     python train_policy.py --candidates critic/ranked.jsonl --model toy/base --output policy \
-        --lr 3e-4
+        --lr 3e-4 --beta 0.3 --nll 3
     torchrun --nproc_per_node 8 train_policy.py --candidates critic/ranked.jsonl \
         --model meta-llama/Llama-3.1-8B-Instruct --output policy --packed
-    python train_policy.py --episodes episodes.jsonl --model toy/base --output mtdpo --lr 1e-3 \
-        --epochs 4
+    python train_policy.py --episodes episodes.jsonl --model toy/base --output mtdpo \
+        --pairs success_vs_failure --lr 1e-3 --beta 0.3 --nll 10 --epochs 4
+
+The defaults are the paper's, for a model of 8B; with them, toy/base forgets how to answer.
 
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
@@ -26,8 +28,8 @@ To change                     edit
                               for what is logged. For a loss without pi_ref, edit both and remove
                               the call of set_reference
     what the loss knows       Row: add a field with a default value, which candidate_pairs fills in
-                              (for example with the advantage). For a loss per token, let
-                              turn_index number the agent's tokens in place of its turns
+                              (for example with the advantage). For a loss per token, number the
+                              agent's tokens in the turn_index of candidate_pairs and dialogue_row
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
     rows per example          candidate_pairs, dpo_objective: batches and references take tuples of
@@ -39,8 +41,10 @@ To change                     edit
     FSDP, precision           shard and open_to_train in runtime/models.py
 Supervised training is variants/sft.py.
 
-Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
-keeps the copies equal (a fork that changes one adds its name to OWN there).
+Code that both trainers share is duplicated, so that each can be read alone. Who knows
+train_critic.py can skip PAIRS, pair_episodes, Row, what_fits, dialogue_pairs, turn_logprobs,
+set_reference, learning_rate and plan_batches here. tests/test_twins.py keeps the copies equal (a
+fork that changes one adds its name to OWN there).
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws
@@ -237,8 +241,8 @@ def turn_logprobs(model, rows):
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
     logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
-    turns = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[:, 1:, None] == turns  # (R, T - 1, S); token t + 1 is in turn s
+    turn_numbers = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
+    is_of_turn = turn_index[:, 1:, None] == turn_numbers  # (R, T - 1, S); token t + 1 is in turn s
     return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
 
 
@@ -248,7 +252,7 @@ def dpo_objective(model, pairs, beta, nll):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
-    margin = beta * (chosen - rejected)  # as in Eq. (4), to be logged
+    margin = beta * (chosen - rejected)  # as in Eq. (4), logged whatever the loss
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
     token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
