@@ -16,7 +16,7 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
 
-The defaults are the paper's, for a model of 8B; with them, toy/base forgets how to answer.
+The defaults are the paper's, for a model of 8B. The tiny toy/base needs others.
 
 Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
 metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a

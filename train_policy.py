@@ -11,9 +11,10 @@ With --episodes, this script is multi-turn DPO, a baseline: the same loss on who
     torchrun --nproc_per_node 8 train_policy.py --candidates critic/ranked.jsonl \
         --model meta-llama/Llama-3.1-8B-Instruct --output policy --packed
     python train_policy.py --episodes episodes.jsonl --model toy/base --output mtdpo \
-        --pairs success_vs_failure --lr 1e-3 --beta 0.3 --nll 10 --epochs 4
+        --pairs success_vs_failure --shuffle groups --batch_size 24 --micro_batch_size 24 \
+        --lr 1e-3 --beta 0.3 --nll 10 --epochs 12
 
-The defaults are the paper's, for a model of 8B; with them, toy/base forgets how to answer.
+The defaults are the paper's, for a model of 8B. The tiny toy/base needs others.
 
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
