@@ -31,17 +31,18 @@ if [ "$DOMAIN" = backend ]; then
     STATES=6 # of a task that give candidates
     TEST=${TEST:-500}
     POLICY=(--batch_size 64 --lr 1e-3 --epochs 4) # four pairs a state
-    MTDPO=("${PAIRS[@]}" --batch_size 48 --micro_batch_size 48 --lr 2e-3 --epochs 12)
-    RFT=(--batch_size 32 --lr 2e-3 --epochs 12)
+    MTDPO=(--batch_size 48 --micro_batch_size 48 --lr 2e-3)
+    RFT=(--batch_size 32 --lr 2e-3)
   else # five minutes on two cores
     TASKS=${TASKS:-225}
     STATES=12
     TEST=${TEST:-250}
     POLICY=(--batch_size 32 --lr 5e-4 --epochs 2)
-    MTDPO=("${PAIRS[@]}" --batch_size 24 --micro_batch_size 24 --lr 1e-3 --epochs 12)
-    RFT=(--batch_size 16 --lr 1e-3 --epochs 12)
+    MTDPO=(--batch_size 24 --micro_batch_size 24 --lr 1e-3)
+    RFT=(--batch_size 16 --lr 1e-3)
   fi
-  MTDPO+=(--beta 0.3 --nll 10)
+  MTDPO+=("${PAIRS[@]}" --epochs 12 --beta 0.3 --nll 10)
+  RFT+=(--epochs 12)
 else
   SUFFIX=_frontend
   BASE=${BASE:-toy/base_frontend}

@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend} FULL=${FULL-1}
 N=${1:-5}
 SUFFIX=
+[ -n "$FULL" ] || SUFFIX=_225_tasks
 [ "$DOMAIN" = backend ] || SUFFIX=_frontend
 ROOT=${ROOT:-runs/out/seeds$SUFFIX}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
