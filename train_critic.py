@@ -27,29 +27,21 @@ line:
      "advantages": [0.021, ...], "ranker": "critic"}
 
 To change                  edit
-    the loss               critic_loss; critic_objective, which calls it, for the NLL term and
-                           what is logged (the margin of Eq. (2), whatever the loss). For a loss per
-                           token, number the agent's tokens in the turn_index of dialogue_row and of
-                           Critic.candidate_rows, or training and ranking differ; divide by the
-                           turn's length yourself, and sum to turns in Critic.turn_advantages
-    what the loss knows    Row: add a field with a default value, which dialogue_row fills in (for
-                           example with the episode's reward)
-    the advantage          advantage, NORMALISERS; pass a new parameter of it through
-                           critic_objective (training), read_critic_flags and Critic (ranking)
-    the pairs              pair_episodes and PAIRS, the flag's choices, in both trainers; also for
-                           an extra reward (a file's reward of 1 has to remain a success)
+    the loss               critic_loss; critic_objective, which calls it, for the NLL term
+    what the loss knows    Row, dialogue_row
+    the advantage          advantage, NORMALISERS
+    the pairs              pair_episodes, PAIRS
     what the critic reads  PRIVILEGED, critic_messages
-    the ranking            rank; a flag of it also goes into RANKING and into the `flags` in rank
-    the forward pass       turn_logprobs; run without --packed, which replaces it (the toy:
-                           `PACKED= make toy`)
-    optimiser, schedule    train, learning_rate (which variants/value_critic.py imports)
+    the ranking            rank
+    the forward pass       turn_logprobs; run without --packed, which replaces it
+    optimiser, schedule    train, learning_rate
     saving, resuming       Run in runtime/training.py, whose first lines show the whole loop
     FSDP, precision        shard and open_to_train in runtime/models.py
-Another kind of critic is another file that writes ranked candidates, such as
-variants/value_critic.py.
+docs/forks has such edits as patches, and says what some of them need elsewhere. Another kind of
+critic is another file that writes ranked candidates, such as variants/value_critic.py.
 
 Code that both trainers share is duplicated, so that each can be read alone; tests/test_twins.py
-keeps the copies equal (a fork that changes one adds its name to OWN there).
+keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
 Differences from the paper: none in the equations. From the official code (in brackets: the flag
@@ -154,10 +146,9 @@ def solution_note(task):
     return SOLUTION_NOTE.format(solution=task["ground_truth"])
 
 
-# An entry may show any field of the task, or a new one that dialogue_row and, for the candidates,
-# states_of in collect.py add to it. Both dialogues of a pair must show the same, or the critic
-# learns the difference in what is shown, not in the turns. toy/base knows none but these two:
-# for another, train it anew (runs/make_toy_base.sh).
+# An entry may show any field of the task. Both dialogues of a pair must show the same, or the critic
+# learns the difference in what is shown, not in the turns. toy/base knows none but these two: for
+# another, train it anew (runs/make_toy_base.sh).
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
     "ground_truth": solution_note,
     "none": lambda task: "",

@@ -25,27 +25,20 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
-    the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term and
-                              for what is logged. For a loss without pi_ref, edit both and remove
-                              the call of set_reference
-    what the loss knows       Row: add a field with a default value, which candidate_pairs fills in
-                              (for example with the advantage). For a loss per token, number the
-                              agent's tokens in the turn_index of candidate_pairs and dialogue_row
+    the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term
+    what the loss knows       Row; candidate_pairs and dialogue_row, which make the rows
     the states                read_candidate_pairs
-    the pairs of candidates   make_pairs, which `python -m report pairs` and toy/credit.py use, too
-    rows per example          candidate_pairs, dpo_objective: batches and references take tuples of
-                              any length, and --micro_batch_size counts them
-    the pairs of episodes     pair_episodes
-    the forward pass          turn_logprobs; run without --packed, which replaces it (the toy:
-                              `PACKED= make toy`)
-    optimiser, schedule       main, learning_rate (which variants/sft.py imports)
+    the pairs of candidates   make_pairs, PAIRINGS
+    the pairs of episodes     pair_episodes, PAIRS
+    the forward pass          turn_logprobs; run without --packed, which replaces it
+    optimiser, schedule       main, learning_rate
     FSDP, precision           shard and open_to_train in runtime/models.py
-Supervised training is variants/sft.py.
+docs/forks has such edits as patches, and says what some of them need elsewhere. Supervised training
+is variants/sft.py.
 
 Code that both trainers share is duplicated, so that each can be read alone. Who knows
 train_critic.py can skip PAIRS, pair_episodes, Row, what_fits, dialogue_pairs, turn_logprobs,
-set_reference, learning_rate and plan_batches here. tests/test_twins.py keeps the copies equal (a
-fork that changes one adds its name to OWN there).
+set_reference, learning_rate and plan_batches here: tests/test_twins.py keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws

@@ -1,6 +1,7 @@
 """The patches of docs/forks: each applies to a copy of the project, and its command runs."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from conftest import (
     ROOT, dialogue, metrics, ranked_state, read_rows, run_python, write_episodes, write_rows)
 
 from formats.read import read_candidates
+from train_policy import state_pairs
 
 README = (ROOT / "docs/forks/README.md").read_text()
 FORKS = dict(re.findall(r"^\| `(\w+)` \|.*\| `(python [^`]+)` \|$", README, re.MULTILINE))
@@ -86,6 +88,28 @@ def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss
     folder = fork(name)
     run(FORKS[name], folder, "--nll", "0")
     assert metrics(folder / name)[0]["train/loss"] == pytest.approx(first_loss, rel=1e-3)
+
+
+def test_a_loss_without_reference_compares_mean_log_probs(fork):
+    folder = fork("simpo")
+    run(FORKS["simpo"], folder, "--nll", "0", "--batch_size", "1", "--max_steps", "2")
+    first = metrics(folder / "simpo")[0]
+    assert first["train/margin"] != pytest.approx(0, abs=1e-3)  # of log-ratios, it would be 0
+    assert first["train/loss"] == pytest.approx(softplus(1 - first["train/margin"]), rel=1e-4)
+
+
+def test_a_loss_that_knows_the_advantages_starts_at_their_differences(fork):
+    folder = fork("odpo")
+    run(FORKS["odpo"], folder, "--nll", "0")
+    states, _ = read_candidates(folder / "ranked.jsonl", ranked=True)
+    losses = [softplus(state["advantages"][chosen] - state["advantages"][rejected])
+              for state in states for chosen, rejected in state_pairs(state, "halves", 4, 0)]
+    assert metrics(folder / "odpo")[0]["train/loss"] == pytest.approx(
+        sum(losses) / len(losses), rel=1e-3)
+
+
+def softplus(value):
+    return math.log1p(math.exp(value))
 
 
 def test_an_output_is_held_to_the_code_that_made_it_and_to_what_that_imports(fork):
