@@ -52,7 +52,7 @@ from runtime.processes import join_processes, launch
 from runtime.record import open_rows
 from runtime.seeds import derive_seed
 from speakers.fill import fill, print_summary, show_bug
-from speakers.interface import Request, SpeakerError, spoken
+from speakers.interface import Request, SpeakerError
 from speakers.roles import (
     open_agent, open_human, open_judge, read_tasks_and_prompts, refuse_unused)
 
@@ -101,11 +101,9 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                     view = history
                 else:
                     view = domain.human_view(task, history, rules.human_prompt, judge)
-                reply = spoken(ask(human, view).text,  # without a model's thoughts
-                               advice="raise --human_max_new_tokens, or turn the model's thinking"
-                               " off")
                 limit = rules.reply_chars or domain.reply_chars
-                history.append({"role": "user", "content": reply[:limit]})
+                reply = ask(human, view).spoken[:limit]  # without a model's thoughts
+                history.append({"role": "user", "content": reply})
         party = "judge"  # which may ask a model, too
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:

@@ -146,9 +146,9 @@ def solution_note(task):
     return SOLUTION_NOTE.format(solution=task["ground_truth"])
 
 
-# An entry may show any field of the task. Both dialogues of a pair must show the same, or the critic
-# learns the difference in what is shown, not in the turns. toy/base knows none but these two: for
-# another, train it anew (runs/make_toy_base.sh).
+# An entry may show any field of the task. Both dialogues of a pair must show the same, or the
+# critic learns the difference in what is shown, not in the turns. toy/base knows none but these
+# two: for another, train it anew (runs/make_toy_base.sh).
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
     "ground_truth": solution_note,
     "none": lambda task: "",

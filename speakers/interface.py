@@ -5,11 +5,6 @@ from typing import Any, NamedTuple
 from colbench import without_thoughts
 
 
-class Utterance(NamedTuple):
-    text: str
-    finished: bool  # false if it was cut at the token limit
-
-
 class Request(NamedTuple):
     """One conversation to answer.
 
@@ -35,13 +30,20 @@ class SpeakerError(Exception):
         self.refused = refused
 
 
-def spoken(text, advice):
-    """What a model says after its thoughts, which may reveal the solution; SpeakerError if they
-    never end."""
-    said = without_thoughts(text)
-    if said is None:
-        raise SpeakerError(f"found thoughts that never end, expected words after them; {advice}")
-    return said
+class Utterance(NamedTuple):
+    text: str
+    finished: bool  # false if it was cut at the token limit
+
+    @property
+    def spoken(self):
+        """The text without a model's thoughts, which may reveal the solution; SpeakerError if they
+        never end."""
+        said = without_thoughts(self.text)
+        if said is None:
+            raise SpeakerError("found thoughts that never end, expected words after them; turn the"
+                               " model's thinking off, or raise its token limit (the human's is"
+                               " --human_max_new_tokens)")
+        return said
 
 
 class Speaker:

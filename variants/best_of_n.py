@@ -39,7 +39,7 @@ from runtime.processes import join_processes, launch
 from runtime.record import read_flags
 from speakers import load_speaker
 from speakers.fill import print_summary
-from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings, spoken
+from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
 from speakers.roles import open_agent
 from variants.value_critic import OF_CRITICS, open_critic
@@ -112,7 +112,7 @@ class GraderChoice:
         )
         try:
             answer = self.speaker.reply(Request([{"role": "user", "content": question}]))
-            said = spoken(answer[0].text, "turn the model's thinking off")
+            said = answer[0].spoken
         except SpeakerError as error:  # the first candidate would pass for the best of N
             raise SpeakerError(f"grader: {error}") from None
         number = re.search(r"\d+", said)
