@@ -16,7 +16,12 @@ def who_won(results):
     if not achieved:
         return ["No policy has an episode without an error, so there is nothing to compare."]
     if not results["leads"]:
-        return [f"{achieved[name]} {of_what}." for name in results["policies"] if name in achieved]
+        sentences = [f"{achieved[name]} {of_what}." for name in results["policies"]
+                     if name in achieved]
+        if len(achieved) > 1:
+            best, *others = results["ranking"]
+            sentences.append(not_compared(best, others))
+        return sentences
     lead, *others = results["leads"]
     best, second = lead["policy"], lead["against"]
     points = in_points(lead["difference"], results)
@@ -53,11 +58,15 @@ def who_won(results):
     compared = {pair["against"] for pair in results["leads"]}
     apart = [name for name in results["ranking"][1:] if name not in compared]
     if apart:
-        sentences.append(f"No task was finished by both {best} and {' or '.join(apart)}, so these"
-                         " are not compared.")
+        sentences.append(not_compared(best, apart))
     if not all(map(is_ahead, results["leads"])):
         sentences.append("Settled: the interval excludes 0, and the sign test's p is below 0.05.")
     return sentences
+
+
+def not_compared(best, others):
+    return (f"No task was finished by both {best} and {' or '.join(others)}, so these are not"
+            " compared.")
 
 
 def in_points(difference, results):

@@ -17,7 +17,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}")
-OUT=${OUT:-runs/out/backend_1gpu}
+OUT=${OUT:-runs/out/backend_1gpu${SHORT:+_short}}
 SIZE=0.5B
 [ -z "${LORA:-}" ] || SIZE=7B
 MODEL=${MODEL:-Qwen/Qwen2.5-$SIZE-Instruct}

@@ -19,7 +19,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 HUMAN_URL=${HUMAN_URL:-http://localhost:8000/v1}
 RUN=${RUN:-torchrun --nproc_per_node 8}
-OUT=${OUT:-runs/out/backend_8b}
+OUT=${OUT:-runs/out/backend_8b${SHORT:+_short}}
 MODEL=meta-llama/Llama-3.1-8B-Instruct
 HUMAN=meta-llama/Llama-3.1-70B-Instruct
 TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 5000)

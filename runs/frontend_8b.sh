@@ -18,7 +18,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 HUMAN_URL=${HUMAN_URL:-http://localhost:8000/v1}
 RUN=${RUN:-torchrun --nproc_per_node 8}
-OUT=${OUT:-runs/out/frontend_8b}
+OUT=${OUT:-runs/out/frontend_8b${SHORT:+_short}}
 MODEL=meta-llama/Llama-3.1-8B-Instruct
 CRITIC=Qwen/Qwen2-VL-7B-Instruct
 HUMAN=Qwen/Qwen2-VL-72B-Instruct

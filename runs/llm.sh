@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
-OUT=${OUT:-runs/out/llm}
+OUT=${OUT:-runs/out/llm${SHORT:+_short}}
 SEED=${SEED:-0}
 DTYPE=${DTYPE:-bfloat16}
 WORLD=8 # topics: 200 training tasks are 25 of each, enough to learn what a topic's tasks need

@@ -123,7 +123,8 @@ def tabulate(outcomes):
             generator = numpy.random.default_rng(1)
             draws = [draw_counts(generator, len(seeds), DRAWS) for _ in range(2)]
             found = compare(runs(left, seeds), runs(right, seeds), *draws, task_draws)
-            differences[f"{left} - {right}"] = found["difference"] | {"seeds": sorted(seeds)}
+            if found:  # None: both have finished no task
+                differences[f"{left} - {right}"] = found["difference"] | {"seeds": sorted(seeds)}
     return means, differences
 
 

@@ -375,6 +375,9 @@ def test_a_policy_that_shares_no_finished_task_with_the_best_is_named(tmp_path, 
     said = capsys.readouterr().out
     assert "a wins: a solves 100.0 %" in said and "more than c.\n" in said
     assert "No task was finished by both a and b, so these are not compared." in said
+    evaluated(tmp_path, a=[episode(0), failed(1, "gone")], b=[failed(0, "gone"), episode(1)])
+    said = capsys.readouterr().out
+    assert "No task was finished by both a and b, so these are not compared." in said
 
 
 def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, capsys):

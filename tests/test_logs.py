@@ -234,6 +234,7 @@ def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
     (log_line(reward=float("nan")), "reward nan"),
     (log_line(reward="good"), "reward 'good'"),
     (log_line(reward=10**400), "which is no finite number"),
+    (log_line(sample=-1), "sample -1"),
     ({"messages": log_line()["messages"]}, "no reward"),
     ({"reward": 1, "text": "hi"}, "the keys reward, text"),
     (log_line(messages=[]), "no list of messages"),

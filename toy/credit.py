@@ -205,6 +205,9 @@ def auc_command(args):
     if args.metrics:
         exists = Path(args.metrics).exists()  # rankers that were not trained have no log
         lines = [line for _, line in read_jsonl(args.metrics)] if exists else []
+        if not all(isinstance(line.get("step"), int) for line in lines):
+            raise SystemExit(f"{args.metrics}: found a line without a step, expected the"
+                             " metrics.jsonl of a training run")
         lines = [line for line in lines if not found.keys() & line.keys()]  # of an earlier ranking
         lines.append({"step": lines[-1]["step"] + 1 if lines else 0} | found)
         write_jsonl(args.metrics, lines)

@@ -187,7 +187,7 @@ def train(args):
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
-    if min(outcomes) < 0 or max(outcomes) > 1:
+    if min(outcomes) < 0 or max(outcomes) > 1.000001:  # as formats/read.py allows
         raise SystemExit(f"{' '.join(args.episodes)}: found rewards from {min(outcomes):g} to"
                          f" {max(outcomes):g}, expected 0 to 1, which a value head can predict;"
                          " scale them, or train train_critic.py, which only compares them")
