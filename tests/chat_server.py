@@ -1,13 +1,11 @@
-"""An OpenAI-compatible server that computes nothing, for tests and the benchmark.
+"""An OpenAI-compatible server that computes nothing.
 
 It can fail in every way and can take its time. Any number of requests is served at once, as an
 engine with continuous batching does.
 """
 
 import contextlib
-import itertools
 import json
-import math
 import random
 import threading
 import time
@@ -30,12 +28,10 @@ SENSELESS_BODIES = {
     "an error": b'{"error": {"message": "no credits left"}}',
     "brackets": b"[" * 100_000,
 }
-SPREAD = 0.9  # of the logarithm of the latencies
-LONGEST = 4  # latencies are at most so many means long
 
 
 class Server(ThreadingHTTPServer):
-    """Answers from (messages, seed) alone, except for a seeded share of calls, which fail.
+    """Answers from (messages, seed) alone, but for a seeded share of calls, which have the fault.
 
     After `dies_after` calls, all of them fail. `models` are the names that it lists under
     `path`/models; with None it has no list. With `mean`, replies take unequally long, on average
@@ -46,29 +42,27 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, answer, fault_rate=0.0, faults=FAULTS, dies_after=None, models=None,
+    def __init__(self, answer, fault_rate=0.0, fault=None, dies_after=None, models=None,
                  mean=0.0, say=lambda handler, body: False, get=lambda handler: False):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer, self.models, self.say, self.get = answer, models, say, get
-        self.fault_rate, self.faults, self.dies_after = fault_rate, faults, dies_after
+        self.fault_rate, self.fault, self.dies_after = fault_rate, fault, dies_after
         self.draw, self.lock, self.calls = random.Random(0), threading.Lock(), 0
         self.seen_faults, self.seen_keys, self.seen_models = set(), set(), set()
-        self.latencies = latencies(mean) if mean else itertools.repeat(0)
+        self.mean = mean
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
-    def fault(self):
+    def drawn_fault(self):
         with self.lock:
             if self.dies_after is not None and self.calls > self.dies_after:
                 return "503"
-            fault = None
-            if self.draw.random() < self.fault_rate:
-                fault = self.draw.choice(self.faults)
+            fault = self.fault if self.draw.random() < self.fault_rate else None
             self.seen_faults.add(fault)
             return fault
 
     def latency(self):
         with self.lock:
-            return next(self.latencies)
+            return self.mean and self.draw.expovariate(1 / self.mean)
 
     def handle_error(self, request, client_address):
         """Silent: some clients hang up on purpose."""
@@ -97,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.calls += 1
         if self.server.say(self, body):
             return
-        fault = self.server.fault()
+        fault = self.server.drawn_fault()
         time.sleep(self.server.latency())
         choices = []
         for index in range(body["n"]):
@@ -157,18 +151,6 @@ def running(answer, **options):
         server.server_close()
 
 
-# -----------------------------------------------------------------------------
-# Latencies
-
-
-def latencies(mean):
-    """The seconds of the first reply, of the second and so on, as of an engine that others use."""
-    draw = random.Random(0)
-    while True:
-        drawn = draw.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)
-        yield min(drawn, LONGEST * mean)
-
-
 def small_talk(body, seed):
     """What the models `agent` and `human` say at this turn with this seed."""
     draw = random.Random(seed)
@@ -178,8 +160,3 @@ def small_talk(body, seed):
     if draw.random() < 0.15 + 0.05 * turn:
         return f"I WANT TO ANSWER: x = {draw.randrange(1000)}"
     return f"What about {draw.randrange(1000)}?"
-
-
-def talking(mean):
-    """A running server of small talk whose latencies are drawn anew for each request."""
-    return running(small_talk, mean=mean, models=["agent", "human"])

@@ -20,11 +20,6 @@ printf '%s\x1e\n' "${words[*]}" >>"$RECORDED"
 """
 
 
-def executable(path, text):
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 def record(script, folder, programs, path=None, arguments=(), **variables):
     """The words of each command that a bash script would run, the program's name first.
 
@@ -33,7 +28,8 @@ def record(script, folder, programs, path=None, arguments=(), **variables):
     """
     (folder / "bin").mkdir()
     for program in programs:
-        executable(folder / "bin" / program, RECORDER)
+        (folder / "bin" / program).write_text(RECORDER)
+        (folder / "bin" / program).chmod(0o755)
     recorded = folder / "recorded"
     recorded.touch()
     search = f"{folder / 'bin'}:{path}" if path else str(folder / "bin")

@@ -105,7 +105,6 @@ WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss")  # families that atten
 
 
 def tiny_model(tokenizer, family="llama", tied=False, seed=0, layers=2):
-    """A random model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -189,7 +188,6 @@ def ranked_state(advantages, messages=None, **more):
 
 
 def write_episodes(path, tasks=6, samples=3):
-    """A file of episodes."""
     rewards, rows = {1: 1.0, 2: 0.5}, []
     for index in range(tasks):
         for sample in range(samples):

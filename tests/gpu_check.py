@@ -267,7 +267,6 @@ def report_scripts(args, tokenizer, folder):
 
 
 def compare(name, found, expected):
-    """The margins of all steps of two runs."""
     report_error(name, *([line["train/margin"] for line in lines] for lines in (found, expected)))
 
 

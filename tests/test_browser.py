@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import io
 import os
-import resource
 import shutil
 import socketserver
 import subprocess
@@ -161,21 +160,6 @@ def test_pictures_of_a_page_are_drawn(browser):
     png = browser.render(f'<html><body style="margin:0">{picture}</body></html>')
     assert colour_at(png, 299, 199) != WHITE
     assert colour_at(png, 301, 199) == WHITE
-
-
-def test_pages_are_drawn_while_a_thousand_files_are_open():
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, limits[1]), limits[1]))
-    opened = [os.open(os.devnull, os.O_RDONLY)]
-    try:
-        while opened[-1] < 1024:  # the browser's pipes come above
-            opened.append(os.dup(opened[0]))
-        with Browser() as browser:
-            assert browser.render("<html><body>x</body></html>")
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_tall_pages_are_whole_up_to_the_cap(browser):

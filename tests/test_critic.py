@@ -28,8 +28,6 @@ DIALOGUES = [
     dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"),
     dialogue("b", "one"),
 ]
-TEXTS = ["what is it?", "x", "tell me more about that", "I WANT TO ANSWER: def f(): pass"]
-FINISHED = [True, False, True, True]
 TASK = episode("t", 1.0)["task"]
 ALONE = Process(0, 1, "cpu")
 
@@ -39,7 +37,6 @@ def rows_of(tokenizer, *dialogues):
 
 
 def with_rewards(*rewards, **more):
-    """Episodes of one task."""
     return [episode("t", reward, sample, **more) for sample, reward in enumerate(rewards)]
 
 
@@ -174,28 +171,10 @@ def test_a_turn_that_is_empty_because_it_was_cut_has_no_effect(texts):
     assert logprobs.shape == tokens.shape == (1, len(texts) // 2 - 1)
 
 
-def test_each_candidate_is_a_plain_row_after_the_same_prompt():
-    tokenizer = byte_tokenizer()
-    messages = dialogue("the task", "a question", "its reply")
-    encoded = encode_candidates(tokenizer, messages, TEXTS, FINISHED, 8192)
-    start = encoded[0][1].index(0)
-    prompt = encoded[0][0][:start]
-    shown = tokenizer.decode(prompt)
-    assert "the task" in shown and "a question" in shown and "its reply" in shown
-    for (ids, turn_index, _), text, finished in zip(encoded, TEXTS, FINISHED, strict=True):
-        assert ids[:start] == prompt
-        assert turn_index == [-1] * start + [0] * (len(ids) - start)
-        assert tokenizer.decode(ids[start:]) == text + ("<end>" if finished else "")
-    # the row is what the critic would read of a dialogue that ends with this turn
-    whole, _ = encode_dialogue(tokenizer, [*messages, {"role": "assistant",
-                                                       "content": "what is it?"}])
-    assert encoded[0][0] == whole
-
-
 def test_candidates_that_do_not_fit_after_their_prompt_are_no_rows():
-    tokenizer = byte_tokenizer()
-    assert encode_candidates(tokenizer, dialogue("t"), TEXTS, FINISHED, 80)
-    assert encode_candidates(tokenizer, dialogue("t" * 100), TEXTS, FINISHED, 80) is None
+    tokenizer, texts, finished = byte_tokenizer(), ["x", "what is it?"], [True, False]
+    assert encode_candidates(tokenizer, dialogue("t"), texts, finished, 80)
+    assert encode_candidates(tokenizer, dialogue("t" * 100), texts, finished, 80) is None
 
 
 # -----------------------------------------------------------------------------
@@ -266,7 +245,6 @@ def train(episodes, model, output, *more, run=run_script, **options):
 
 
 def write_candidates(path, states=6):
-    """A file of candidates in as many states."""
     rows = [ranked_state({f"why {n}" * n: 0.0 for n in range(1, 5)},
                          dialogue("t", *["what", "so"] * turn), turn=turn, agent_prompt="Ask.",
                          finished=[True, True, False, True]) for turn in range(states)]
@@ -393,14 +371,6 @@ def test_no_pair_is_a_sentence_with_what_helps(tiny, tmp_path, script, rewards, 
                    f"--max_length {max_length}"):
         assert advice in said
     assert ("demonstrations" in said) == (script == "train_critic.py")
-
-
-def test_failed_episodes_are_left_out_and_counted(tiny, tmp_path):
-    path = write_episodes(tmp_path / "episodes.jsonl")
-    with open(path, "a") as file:
-        file.write(json.dumps(episode("task0", None, 9, error="human: gone")) + "\n")
-    done = train(path, tiny(), tmp_path / "critic", "--max_steps", 1)
-    assert "18 episodes of 6 tasks (1 failed" in done.stdout
 
 
 def test_a_second_kill_between_renames_of_a_state_leaves_one_to_resume(tiny, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ from parties import LenientJudge, Served
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from colbench import (
-    DOMAINS, agent_messages, agent_prompt_of, encode_candidates, encode_dialogue,
-    end_of_turn, human_messages, split_message)
+    DOMAINS, agent_messages, agent_prompt_of, encode_candidates, encode_dialogue, human_messages,
+    split_message)
 from formats.outcome import leak_share, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from collect import Rules, play
@@ -371,10 +371,13 @@ def test_an_end_of_turn_token_takes_in_the_line_end_after_it_as_in_the_whole_tex
     assert tokenizer.convert_tokens_to_ids("\n") not in ids
 
 
-def test_templates_that_do_not_nest_are_refused_for_training_and_missing_ones_altogether():
-    with pytest.raises(SystemExit, match="does not nest"):
-        encode_dialogue(byte_tokenizer(UNNESTED), DIALOGUE)
-    bare = byte_tokenizer()
-    bare.chat_template = None
-    with pytest.raises(SystemExit, match="without chat template"):
-        end_of_turn(bare)
+@pytest.mark.parametrize("template, found", [
+    (None, "without chat template"),
+    ("{% for %}", "the chat template of .* refuses the dialogue"),
+    (UNNESTED, "does not nest"),
+    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "closes no agent turn"),
+    (PLAIN.replace("<end>", ""), r"with the ordinary text '\\n'"),
+])
+def test_a_template_without_closed_turns_that_nest_is_refused(template, found):
+    with pytest.raises(SystemExit, match=f"{found}.*expected"):
+        encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))

@@ -37,7 +37,6 @@ documents = pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 
 
 def blocks(text, language):
-    """The fenced code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 

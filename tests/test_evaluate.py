@@ -107,10 +107,6 @@ def test_tasks_that_all_agree_have_wilsons_interval(value, count, low, high):
     assert [number["low"], number["high"]] == pytest.approx([low, high], abs=1e-4)
 
 
-def test_interval_of_nothing_is_nothing():
-    assert evaluate.interval(numpy.full((1, 3), math.nan), *draws(1, 3)) is None
-
-
 # -----------------------------------------------------------------------------
 # Comparisons
 
@@ -334,15 +330,6 @@ def test_best_policy_is_compared_with_each_other_the_next_best_first(tmp_path, c
     assert first.startswith("The winner is not settled: best solves 95.0 % [")
     assert "middle solves 90.0 % [" in first and "the difference is 5.0 points [" in first
     assert second.startswith("best leads low by 90.0 points [") and "not settled" not in second
-
-
-def test_a_policy_that_is_level_is_not_said_to_be_led(tmp_path, capsys):
-    rows = {name: [episode(task, reward=float(task in solved)) for task in range(9)]
-            for name, solved in (("a", {1, 2}), ("b", {3, 4}), ("c", {5, 6}))}
-    evaluated(tmp_path, **rows)
-    printed = capsys.readouterr().out
-    assert "a is level with c." in printed and "leads" not in printed
-    assert "Settled: the interval excludes 0, and the sign test's p is below 0.05." in printed
 
 
 def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):

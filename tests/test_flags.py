@@ -137,8 +137,7 @@ def test_flags_without_effect_or_out_of_range_are_refused(script, words, found):
 @pytest.mark.parametrize("script, words", [
     (train_critic, f"{TRAIN} {RANK} --ranked r --reference plain"),
     (train_critic, f"{TRAIN} --lora_rank 2 --lora_alpha 3"),
-    (train_policy, "--episodes e --lora_rank 2 --lora_alpha 3"),
-    (train_policy, "--episodes e --pairs all --margin 0.5"),
+    (train_policy, "--episodes e --lora_rank 2 --lora_alpha 3 --pairs all --margin 0.5"),
     (train_policy, f"{RANK} --pairing positive_vs_negative --pairs_per_state 2"),
 ])
 def test_the_same_flags_are_taken_where_they_have_an_effect(script, words):

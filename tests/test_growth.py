@@ -10,7 +10,6 @@ import pytest
 from conftest import (
     ROOT, differing_weights, metrics, refusal, run_python, run_script, training, write_episodes)
 
-from runtime.files import ResumableJsonl, read_jsonl
 from runtime.processes import Process
 from runtime.record import changes_since, claim_output, open_rows
 
@@ -34,16 +33,6 @@ def test_a_pilot_of_few_tasks_and_samples_becomes_the_run_of_more_with_the_same_
     assert pilot.read_text() == whole.read_text()
     assert pilot.read_text().startswith(first)
     assert json.loads((tmp_path / "pilot.jsonl.run.json").read_text())["flags"]["num_tasks"] == 5
-
-
-def test_a_run_that_other_code_resumes_names_both_commits(tmp_path, capsys, monkeypatch):
-    (tmp_path / "e.jsonl").touch()
-    for commit in ("one", "one", "two"):
-        assert "resuming the output" not in capsys.readouterr().err
-        monkeypatch.setattr("runtime.record.code_commit", lambda commit=commit: commit)
-        claim_output(tmp_path / "e.jsonl.run.json", {}, [], Process(0, 1, "cpu"), ())
-        (tmp_path / "e.jsonl").write_text('{"a": 1}\n')
-    assert "of commit one with the code of two" in capsys.readouterr().err
 
 
 SERVED = {"human": "http://one:8000/v1", "human_model": "llama"}
@@ -87,27 +76,14 @@ def test_a_slash_that_the_shell_adds_to_a_directory_makes_no_other_command(tmp_p
         (tmp_path / "metrics.jsonl").touch()
 
 
-def test_a_retry_that_cannot_begin_leaves_the_finished_file_as_it_was(tmp_path):
-    path, process = tmp_path / "e.jsonl", Process(0, 1, "cpu")
-
-    def opened():
-        return open_rows(path, {}, [], process, lambda row: row["a"],
-                         keep=lambda row: not row["error"])
-
-    rows = [{"a": 1, "error": None}, {"a": 2, "error": "no answer"}]
-    store = opened()
-    for row in rows:
-        store.append(row)
-    store.finish([1, 2])
-    assert opened().missing([1, 2]) == [2]
-    assert [row for _, row in read_jsonl(path)] == rows
-    ResumableJsonl.refuse_unfinished(path)
-    again = opened()
-    again.append({"a": 2, "error": None})
-    with pytest.raises(SystemExit, match="has not finished"):
-        ResumableJsonl.refuse_unfinished(path)
-    assert opened().missing([1, 2]) == []  # as after a kill
-    assert opened().finish([1, 2]) == [{"a": 1, "error": None}, {"a": 2, "error": None}]
+def test_a_larger_max_steps_changes_nothing_where_all_steps_were_taken(tiny, tmp_path):
+    command = training(write_episodes(tmp_path / "episodes.jsonl"), tiny(), tmp_path / "run",
+                       "--epochs", 1, "--batch_size", 4)
+    run_script("train_policy.py", *command, "--max_steps", 50)
+    record = (tmp_path / "run/run.json").read_bytes()  # an input of all that the model makes
+    assert "training is complete" in run_script("train_policy.py", *command,
+                                                "--max_steps", 60).stdout
+    assert (tmp_path / "run/run.json").read_bytes() == record
 
 
 def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):
@@ -132,16 +108,6 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     train("whole")
     assert not differing_weights(tmp_path / "whole", tmp_path / "cut")
     assert not (tmp_path / "cut/resume").exists()
-
-
-def test_a_larger_max_steps_changes_nothing_where_all_steps_were_taken(tiny, tmp_path):
-    command = training(write_episodes(tmp_path / "episodes.jsonl"), tiny(), tmp_path / "run",
-                       "--epochs", 1, "--batch_size", 4)
-    run_script("train_policy.py", *command, "--max_steps", 50)
-    record = (tmp_path / "run/run.json").read_bytes()  # an input of all that the model makes
-    assert "training is complete" in run_script("train_policy.py", *command,
-                                                "--max_steps", 60).stdout
-    assert (tmp_path / "run/run.json").read_bytes() == record
 
 
 # -----------------------------------------------------------------------------

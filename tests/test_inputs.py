@@ -1,4 +1,4 @@
-"""Mutated files, flags, templates, checkpoints and full disks: a sentence or a right result.
+"""Mutated files, damaged checkpoints, records, full disks: a sentence or a right result.
 
 None of them may end in a traceback.
 """
@@ -11,27 +11,25 @@ import random
 import re
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode, ranked_state, read_rows,
-    refusal, run_script, tiny_model, training, write_episodes, write_rows)
+    byte_tokenizer, dialogue, episode, ranked_state, refusal, run_script, tiny_model, training,
+    write_episodes, write_rows)
 
 import collect
 import evaluate
 import train_critic
 import train_policy
-from colbench import encode_dialogue
-from formats.read import (
-    complete_task, group_by_task, load_episodes, read_candidates, read_episodes, read_tasks)
+from formats.read import complete_task, load_episodes, read_candidates, read_episodes, read_tasks
 from runtime import checkpoints
 from runtime.flags import COST_FLAGS
 from runtime.models import load_model, load_tokenizer
 from runtime.processes import Process
 from runtime.record import claim_output, records
-from speakers.local import encode_prompt
 
 TOKENIZER = byte_tokenizer()
 PROCESS = Process(0, 1, "cpu")
@@ -50,6 +48,34 @@ CUTS = [
 ]
 
 
+def spoil(draw, value):
+    """Replace, remove, double or rename one of the values inside a JSON value."""
+    key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    inner, fault = value[key], draw.choice(("replace", "replace", "remove", "move"))
+    if inner and isinstance(inner, (dict, list)) and draw.random() < 0.8:
+        spoil(draw, inner)
+    elif fault == "replace":
+        value[key] = copy.deepcopy(draw.choice(JUNK))
+    elif fault == "remove":
+        del value[key]
+    elif isinstance(value, dict):
+        value[draw.choice(("role", "content", "reward", "extra"))] = copy.deepcopy(inner)
+    else:
+        value.append(copy.deepcopy(inner))
+
+
+def mutated(draw, row):
+    """The line of a row with one to three faults in its values, or in its bytes."""
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        spoil(draw, row)
+    line = json.dumps(row).encode()
+    if draw.random() < 0.15:
+        start = draw.randrange(len(line))
+        end = draw.randrange(start, len(line) + 1)
+        line = line[:start] + draw.choice(CUTS) + line[end:]
+    return line.replace(b"\n", b" ")
+
+
 def sound_row(kind):
     """A sound row of a file, with every field that the file can have."""
     whole = episode("t", 1.0)
@@ -61,49 +87,6 @@ def sound_row(kind):
         return whole
     return ranked_state({"a": 0.5, "b": -0.25, "c": 0.0}, dialogue("task", "what?", "this"),
                         turn=1, finished=[True, False, True])
-
-
-def paths_in(value, path=()):
-    """The path of every value inside a JSON value, its own first."""
-    yield path
-    if isinstance(value, dict):
-        keys = list(value)
-    elif isinstance(value, list):
-        keys = range(len(value))
-    else:
-        return
-    for key in keys:
-        yield from paths_in(value[key], (*path, key))
-
-
-def mutated(draw, row):
-    """The line of a row with one to three faults.
-
-    A value is replaced, removed, doubled or renamed, or bytes of the line are cut.
-    """
-    row = json.loads(json.dumps(row))
-    for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        paths = list(paths_in(row))[1:] or [("task_id",)]
-        *outer, key = draw.choice(paths)
-        parent = row
-        for outer_key in outer:
-            parent = parent[outer_key]
-        fault = draw.choice(("replace", "replace", "remove", "double", "rename"))
-        if fault == "replace" or (fault == "rename" and isinstance(parent, list)):
-            parent[key] = copy.deepcopy(draw.choice(JUNK))
-        elif fault == "remove":
-            del parent[key]
-        elif fault == "double" and isinstance(parent, list):
-            parent.append(copy.deepcopy(parent[key]))
-        elif isinstance(parent, dict):
-            value = copy.deepcopy(parent.get(key))
-            parent[draw.choice(("role", "content", "reward", "extra"))] = value
-    line = json.dumps(row).encode()
-    if draw.random() < 0.15:
-        start, filler = draw.randrange(len(line)), draw.choice(CUTS)
-        length = draw.randrange(1 + len(line) - start)
-        line = line[:start] + filler + line[start + length:]
-    return line.replace(b"\n", b" ")
 
 
 # -----------------------------------------------------------------------------
@@ -200,6 +183,12 @@ def test_a_bad_value_of_an_episode_is_refused_with_its_line(tmp_path, change, na
         read_episodes(path)
 
 
+def test_failed_episodes_are_left_out_and_counted(tmp_path):
+    rows = [episode("t", 1.0), episode("t", None, 1, error="human: gone")]
+    found, omitted = load_episodes([write_rows(tmp_path / "e.jsonl", rows)])
+    assert [row["sample"] for row in found] == [0] and omitted == 1
+
+
 def test_a_field_that_is_null_is_a_field_that_is_missing(tmp_path):
     row = episode("t", 1.0) | dict.fromkeys(("sample", "turns", "leak", "reasons"))
     row["task"] |= dict.fromkeys(("domain", "hidden_information"))
@@ -281,63 +270,6 @@ def test_an_output_that_cannot_be_a_directory_is_said_to_be_none(tiny, tmp_path,
     (tmp_path / "file").touch()
     said = refusal("train_critic.py", *training(episodes, tiny(), tmp_path / folder))
     assert "choose another --output" in said and "rerun" not in said
-
-
-def test_pairs_that_are_all_held_out_are_said_to_be(tiny, tmp_path):
-    episodes = write_episodes(tmp_path / "episodes.jsonl")
-    rows = read_rows(episodes)
-    for row in rows:  # the task that is trained on has no success
-        _, held = train_critic.split_tasks(group_by_task(rows), 0.9, 0)
-        if row["task"]["task_id"] not in held:
-            row["reward"], row["success"] = 0.0, False
-    write_rows(episodes, rows)
-    said = refusal("train_critic.py", *training(episodes, tiny(), tmp_path / "critic",
-                                                "--holdout", 0.9))
-    assert re.search("found no pair .* and [1-9][0-9]* held out.*--holdout", said)
-
-
-# -----------------------------------------------------------------------------
-# Chat templates
-
-
-def test_a_mutated_template_is_refused_in_a_sentence_or_gives_the_turns_of_the_dialogue():
-    draw, refused = random.Random(0), 0
-    turns = ("what?", "I WANT TO ANSWER: x")
-    messages = [{"role": "system", "content": "rules"},
-                *dialogue("ask", turns[0], "this", turns[1])]
-    fillers = ["", "{", "%}", "{{ x }}", "{{ messages[9] }}", "'", "{{ 1 / 0 }}", "<end>",
-               "{% for %}"]
-    for _ in range(300):
-        template = draw.choice([*TEMPLATES.values(), UNNESTED])
-        start = draw.randrange(len(template))
-        filler = draw.choice(fillers)
-        end = start + draw.choice((0, 1, 5, 40))
-        template = template[:start] + filler + template[end:]
-        tokenizer = byte_tokenizer(template)
-        try:
-            encode_prompt(tokenizer, messages[:2])
-            ids, turn_index = encode_dialogue(tokenizer, messages)
-        except SystemExit as error:
-            refused += 1
-            assert "template" in str(error) and "expected" in str(error), (template, error)
-            continue
-        except Exception as error:
-            raise AssertionError(template) from error
-        assert len(ids) == len(turn_index)
-        for turn, text in enumerate(turns):
-            own = [token for token, index in zip(ids, turn_index, strict=True) if index == turn]
-            assert tokenizer.decode(own).startswith(text)
-    assert 50 < refused < 300
-
-
-@pytest.mark.parametrize("template, found", [
-    ("{% for m in messages %}{{ m['content'] }}{% endfor %}",
-     "chat template closes no agent turn.*expected"),
-    (PLAIN.replace("<end>", ""), r"ordinary text '\\n'.*expected a token of its own"),
-])
-def test_a_template_that_closes_turns_with_no_token_of_its_own_is_refused(template, found):
-    with pytest.raises(SystemExit, match=found):
-        encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))
 
 
 # -----------------------------------------------------------------------------
@@ -441,25 +373,12 @@ def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-class Follower(Process):
-    """A rank whose node does not see what the leader has saved."""
-
-    SEEN_BY_LEADER = Path("shared/resume")
-
-    def from_leader(self, value):
-        return self.SEEN_BY_LEADER
-
-    def barrier(self):
-        pass
-
-
 def test_a_rank_that_does_not_see_the_leaders_state_starts_from_no_other_weights(tiny, tmp_path):
-    model, rank = load_model(tiny()), Follower(1, 2, "cpu")
+    model, state = load_model(tiny()), tmp_path / "resume"
+    rank = types.SimpleNamespace(rank=1, world=2, from_leader=lambda mine: state)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(SystemExit, match="shared/resume: found the state of a run of 0 processes"):
-        checkpoints.load_state(tmp_path / "resume", model, optimizer, rank)
-    with pytest.raises(SystemExit, match="found the state of a run of 0 processes"):
-        checkpoints.is_complete(tmp_path, None, rank)
+    with pytest.raises(SystemExit, match=f"{state}: found the state of a run of 0 processes"):
+        checkpoints.load_state(tmp_path / "unseen", model, optimizer, rank)
 
 
 # -----------------------------------------------------------------------------
@@ -619,10 +538,3 @@ def test_a_full_disk_stops_training_with_a_sentence_and_it_resumes(
     run_script("train_policy.py", *elsewhere)
     whole = tmp_path / "whole/model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == whole.read_bytes()
-
-
-def test_a_read_only_folder_is_a_sentence(small_disk):
-    folder = small_disk(100)
-    remount(folder, "ro")
-    assert "Read-only" in refusal("collect.py", *rollout(folder))
-    assert not list(folder.iterdir())

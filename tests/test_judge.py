@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import venv
@@ -24,7 +23,6 @@ from judge.handle import Worker
 from judge.sandbox import (
     REQUIRED, SOLUTION_FAILED, Grade, Judge, check_solutions, extract_code)
 from judge.values import describe, is_value, reason_of
-from judge.worker import compile_for, run_test
 
 DOUBLE = {
     "ground_truth": "def f(n):\n    return n * 2",
@@ -78,6 +76,8 @@ def sample_values():
     tables += [collections.Counter({1: 2}), {1: 2}, {1: 2}.keys(), {1: 2}.items()]
     tables += [collections.Counter({1: 2, 3: 0}), {1: 2, 3: 0}, [collections.Counter({3: 0})], [{}]]
     tables += [{1: 2, 3: 4}, {3: 4, 1.0: 2}]
+    tables += [[none, collections.Counter({1: 2})]
+               for none in ({}, collections.Counter(), collections.Counter({3: 0}))]
     tables += [collections.OrderedDict(pairs) for pairs in ([(1, 2), (3, 4)], [(3, 4), (1, 2)])]
     numbers = [decimal.Decimal("1.0"), decimal.Decimal("1e9999"), decimal.Decimal("-1.5")]
     numbers += [decimal.Decimal(10), fractions.Fraction(3, 2), fractions.Fraction(1, 2)]
@@ -95,13 +95,6 @@ def test_a_value_passes_for_another_exactly_when_python_calls_them_equal():
         for other, described in values:
             passed = reason_of(expected, described) == "passed"
             assert passed == bool(one == other), (one, other)
-
-
-def test_a_count_of_0_is_not_missing_in_a_plain_dict_beside_a_counter():
-    counts, none = collections.Counter({1: 2}), collections.Counter({3: 0})
-    solution = describe([none, counts])
-    assert reason_of(solution, describe([{}, counts])) == "wrong"
-    assert reason_of(solution, describe([collections.Counter(), counts])) == "passed"
 
 
 def test_classes_of_one_name_are_one_class_except_in_the_official_profile():
@@ -138,31 +131,6 @@ def test_a_value_without_equality_or_too_large_is_not_comparable():
     assert reason_of("incomparable", "incomparable") == "wrong"
 
 
-@pytest.mark.parametrize("profile", ["fixed", "official"])
-def test_the_closed_child_reports_what_the_same_functions_give_outside(judge, profile):
-    code = (
-        "import collections\n"
-        "def f(n):\n    return n + 1\n"
-        "def g(n):\n    return f(n)\n"
-        "class E(__import__('enum').Enum):\n    A = 1\n"
-    )
-    tests = [
-        "f(1)", "g(1)", "E.A", "__import__('dataclasses').make_dataclass('P', ['x'])(1)",
-        "[f(i) for i in [1]]", "{f(i) for i in [1]}", "{i: i for i in [1]}", "sum(map(f, [1, 2]))",
-        "collections.OrderedDict(b=1, a=2)", "(lambda n: [i for i in range(n)])(2)", "f(", "f('')"]
-    official = profile == "official"
-
-    def outside(test):
-        try:
-            return run_test(compile_for(code, "exec", official), test, official)
-        except BaseException as error:
-            return f"raised {type(error).__name__}"
-
-    expected = [outside(test) for test in tests]
-    assert judge.outcomes(code, tests, profile, 5.0) == expected
-    assert ("raised NameError" in expected) == official
-
-
 def test_solution_and_answer_draw_the_same_random_numbers(judge):
     pytest.importorskip("numpy")
     code = "import numpy, random\ndef f():\n    return numpy.random.rand(3) + random.random()"
@@ -176,6 +144,7 @@ IMPORT_INSIDE = "def f(n):\n    import math\n    return math.floor(n)"
 PLUS_ONE = "def f(n):\n    return n + 1"
 COMPREHENSIONS = ["[f(i) for i in [1]]", "{f(i) for i in [1]}", "{i: f(i) for i in [1]}", "f(1)"]
 BANNED_WORD = "def f(n):\n    return 'sudo'"
+A_CLASS = "import enum\nclass E(enum.Enum):\n    A = 1"
 
 
 @pytest.mark.parametrize("code, tests, official_reward", [
@@ -184,6 +153,7 @@ BANNED_WORD = "def f(n):\n    return 'sudo'"
     (IMPORT_INSIDE, ["f(1)"], 1.0),
     (PLUS_ONE, COMPREHENSIONS, 0.25),
     (BANNED_WORD, ["f(1)"], 0.0),
+    (A_CLASS, ["E.A"], 0.0),
 ])
 def test_official_profile_gives_the_published_graders_number_on_every_python(
         judge, code, tests, official_reward):
@@ -383,7 +353,7 @@ def test_scratch_is_emptied_whatever_the_answer_left_in_it():
         "    os.makedirs('a/b')\n"
         "    os.mkdir('c', 0)\n"
         "    os.symlink('/', 'l')\n"
-        "    for _ in range(300):\n"
+        "    for _ in range(3000):\n"
         "        os.mkdir('d')\n"
         "        os.chdir('d')\n"
         "    return n * 2"
@@ -463,44 +433,11 @@ def test_time_that_an_answer_waits_for_a_core_is_not_its_own():
 # Processes
 
 
-def test_a_judge_closes_however_deep_an_answer_has_nested_its_folder():
-    with Judge(1) as alone:
-        (worker,) = alone.workers
-        os.kill(worker.process.pid, signal.SIGKILL)  # one that lives empties its folder itself
-        here = os.open(worker.folder, os.O_RDONLY)
-        for _ in range(3000):
-            os.mkdir("deep", dir_fd=here)
-            inner = os.open("deep", os.O_RDONLY, dir_fd=here)
-            os.close(here)
-            here = inner
-        os.close(here)
-    assert not os.path.exists(worker.folder)
-
-
 def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
     with Judge(1) as alone:
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
-
-
-def test_a_judge_that_was_closed_while_it_grades_starts_no_worker():
-    alone, ended = Judge(1), []
-    alone.run_solution(DOUBLE, "fixed")
-
-    def grade():
-        try:
-            alone.grade(DOUBLE, "import time\ndef f(n):\n    time.sleep(60)")
-        except SystemExit as reason:
-            ended.append(str(reason))
-
-    thread = threading.Thread(target=grade)
-    thread.start()
-    while not alone.idle.empty():
-        time.sleep(0.01)
-    alone.close()
-    thread.join()
-    assert ended == ["the judge is closed"] and not alone.workers
 
 
 def test_a_machine_without_room_for_a_process_ends_the_run_and_fails_no_answer(monkeypatch):
@@ -580,22 +517,6 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
     assert children
     wait_for_the_end_of([worker, *children], seconds=4)
     assert not os.path.exists(folder)
-
-
-@needs_linux
-def test_an_owner_that_ends_while_its_worker_starts_leaves_no_scratch_folder(tmp_path):
-    code = (
-        "import os\n"
-        "from judge.handle import Worker\n"
-        "print(Worker().process.pid, flush=True)\n"
-        "os._exit(9)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True)
-    assert done.returncode == 9
-    wait_for_the_end_of([int(done.stdout)], seconds=30)
-    assert not os.listdir(tmp_path)
 
 
 def test_require_protection_refuses_a_machine_that_lacks_one(monkeypatch):

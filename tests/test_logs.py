@@ -149,12 +149,14 @@ def test_dialogues_without_a_task_are_compared_if_all_before_the_first_turn_is_t
     assert episodes[0]["agent_prompt"] == "Book a table.\nNow."
 
 
-def test_a_developer_message_is_a_system_message_and_other_keys_of_messages_are_dropped(tmp_path):
+def test_a_developer_message_is_a_system_message_parts_are_a_text_and_other_keys_drop(tmp_path):
     messages = [{"role": "developer", "content": "Be brief."}, *dialogue("hi", "yes")]
+    messages[1]["content"] = [{"type": "text", "text": text} for text in ("hi", "there")]
     messages[2]["output"] = "another text"
     (episode,), _ = imported(tmp_path, log_line(messages=messages))
     assert episode["agent_prompt"] == "Be brief."
-    assert [message["content"] for message in agent_view(episode)[0]] == ["Be brief.", "hi", "yes"]
+    assert [message["content"] for message in agent_view(episode)[0]] == [
+        "Be brief.", "hi\nthere", "yes"]
 
 
 def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
@@ -201,15 +203,6 @@ def test_import_replaces_nothing_but_what_it_writes_itself(tmp_path, kind):
     assert done.returncode == (not own)
     assert own or f"{output}: found something else than what this command writes" in done.stderr
     assert (output.is_file() and output.read_text()) == before
-
-
-def test_import_counts_the_episodes_that_an_error_has_stopped(tmp_path):
-    failed = episode("t", 1.0, 1) | {"error": "human: gone", "reward": None, "success": None}
-    _, said = imported(tmp_path, episode("t", 0.5), failed)
-    assert "; rewards from 0.5 to 0.5" in said
-    assert "an error has stopped, which no stage uses: 1" in said
-    _, said = imported(tmp_path / "failed", failed)
-    assert "rewards from" not in said
 
 
 def test_what_import_does_not_use_is_told(tmp_path):
@@ -264,13 +257,6 @@ def test_all_lines_that_do_not_fit_are_named_at_once(tmp_path):
 def test_dialogues_that_repeat_others_or_are_alone_are_kept_and_told(tmp_path, lines, told):
     episodes, said = imported(tmp_path, *lines)
     assert told in said and len(episodes) == 3
-
-
-def test_a_content_of_several_texts_is_one_text(tmp_path):
-    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
-    messages = [{"role": "user", "content": parts}, *log_line()["messages"][1:]]
-    (episode,), _ = imported(tmp_path, log_line(messages=messages))
-    assert episode["dialogue_history"][0]["content"] == "hi\nthere"
 
 
 def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_path):

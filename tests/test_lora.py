@@ -27,7 +27,6 @@ ALONE = Process(0, 1, "cpu")
 
 
 def with_matrices(model, seed=0):
-    """A model whose matrices have learnt something."""
     add_matrices(model, **SETTINGS)
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model).values():

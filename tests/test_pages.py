@@ -12,7 +12,7 @@ import pytest
 from conftest import LINK, PAGE, dialogue, read_rows, write_rows
 from safetensors.torch import load_file, save_file
 
-from colbench import DOMAINS, human_page_view, main
+from colbench import DOMAINS, human_page_view
 from formats.websight import websight
 from judge.browser import MAX_PAGE_CHARACTERS, placeholder_picture
 from judge.pages import (
@@ -64,7 +64,7 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(
     text = "https://picsum.photos/4/5"
     write_rows(tmp_path / "rows.jsonl", [
         {"llm_generated_idea": f"idea {index}", "text": text, "image": None} for index in range(3)])
-    paths = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    paths = [tmp_path / "new/train.jsonl", tmp_path / "another/test.jsonl"]
     websight(tmp_path / "rows.jsonl", *paths)
     assert capsys.readouterr().out == f"{paths[0]}: 2 tasks\n{paths[1]}: 1 task\n"
     websight(tmp_path / "rows.jsonl", paths[0], None)
@@ -75,15 +75,6 @@ def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
     with pytest.raises(SystemExit, match="found something else"):
         websight(tmp_path / "rows.jsonl", tmp_path / "rows.jsonl")
-
-
-def test_websight_makes_the_folders_of_its_files_or_ends_with_a_sentence(tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"llm_generated_idea": "idea", "text": "page"}])
-    paths = [tmp_path / "new/train.jsonl", tmp_path / "another/test.jsonl"]
-    websight(rows, *paths)
-    assert [len(path.read_text().splitlines()) for path in paths] == [1, 0]
-    with pytest.raises(SystemExit, match="failed: .*rows.jsonl.*Mend this"):
-        main(["websight", str(rows), f"{rows}/train.jsonl"])
 
 
 def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):

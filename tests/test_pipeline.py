@@ -1,7 +1,7 @@
 """The four scripts in order, as a user runs them."""
 
 import pytest
-from conftest import needs_chromium, run_script, write_rows
+from conftest import run_script, write_rows
 
 from formats.read import read_episodes
 
@@ -15,15 +15,6 @@ def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, t
     for episode in read_episodes(tmp_path / "e.jsonl"):
         assert episode["turns"] == 10 and episode["reward"] == 0
         assert "passed" not in episode["reasons"].values()
-
-
-@needs_chromium
-def test_the_toy_pages_are_played_and_graded_in_the_browser(tmp_path):
-    run_script(
-        "collect.py", "--tasks", "toy:frontend:test", "--num_tasks", 4, "--samples_per_task", 1,
-        "--agent", "scripted", "--output", tmp_path / "e.jsonl")
-    rewards = [episode["reward"] for episode in read_episodes(tmp_path / "e.jsonl")]
-    assert len(rewards) == 4 and all(0 < reward <= 1 for reward in rewards)
 
 
 @pytest.mark.parametrize("template, family", [("qwen2.5", "qwen2"), ("llama3", "llama")])

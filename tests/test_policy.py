@@ -241,7 +241,6 @@ def train(candidates, model, output, *more, run=run_script, **options):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with episodes and ranked candidates."""
     folder = tmp_path_factory.mktemp("policy")
     write_episodes(folder / "episodes.jsonl")
     write_rows(folder / "ranked.jsonl", [

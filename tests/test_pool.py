@@ -97,18 +97,6 @@ def test_a_batch_waits_for_no_job_that_waits_for_a_server_the_judge_or_the_brows
     assert model.batches[0] == [1, 2] and [0] in [batch[:1] for batch in model.batches[2:]]
 
 
-def test_the_model_that_most_jobs_ask_computes_first():
-    few, many = Model(), Model()
-    order = []
-
-    def noted(name, model):
-        return lambda numbers: order.append((name, len(numbers))) or model.double(numbers)
-
-    ask = {True: noted("many", many), False: noted("few", few)}
-    results(lambda number: gather(ask[number > 1], number), range(5), 5)
-    assert order == [("many", 3), ("few", 2)]
-
-
 # -----------------------------------------------------------------------------
 # Early ends
 
@@ -148,31 +136,6 @@ def test_what_is_raised_at_any_moment_is_raised_by_the_run_without_threads_left(
     with pytest.raises(error, match="fatal"):
         within(read)
     assert not threads_left(before)
-
-
-def test_a_reader_that_stops_early_ends_the_jobs_and_they_do_nothing_more():
-    before, went_on = set(threading.enumerate()), []
-
-    def job(number):
-        if number == 0:
-            return number
-        with elsewhere():
-            time.sleep(0.05)
-        went_on.append(number)
-        return number
-
-    assert within(lambda: next(run(job, range(8), 8))) == 0
-    assert not threads_left(before)
-    assert went_on == []
-
-
-def test_an_error_among_the_jobs_that_are_to_come_is_raised_too():
-    def jobs():
-        yield from range(6)
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        results(lambda number: gather(list, number), jobs(), 4)
 
 
 def test_ctrl_c_ends_a_run_at_once_whatever_it_waits_for():

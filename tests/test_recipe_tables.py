@@ -3,33 +3,29 @@
 import json
 
 import pytest
-from conftest import episode, run_script
-
-from runtime.files import write_jsonl
+from conftest import episode, run_script, write_rows
 
 BETTER = {"sweet": 4, "sweet_no_privileged": 1, "sweet_positive_vs_negative": 3, "mtdpo": 2,
           "rft": 2, "base": 1, "single_turn": 0}
 
 
-def write_policy(path, solved, tasks=6):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [episode(f"task{index}", float(index < solved)) for index in range(tasks)]
-    write_jsonl(path, rows)
+def write_policies(folder, solved, more=0):
+    """The test episodes of policies, each with so many of six tasks solved, and `more`."""
+    for name, count in solved.items():
+        write_rows(folder / f"test/{name}.jsonl", [
+            episode(f"task{index}", float(index < count + more)) for index in range(6)])
 
 
 def write_critic(folder, *aucs):
-    folder.mkdir(parents=True)
     rows = [{"step": step, "credit_auc/all": auc} for step, auc in enumerate(aucs)]
-    write_jsonl(folder / "metrics.jsonl", rows)
+    write_rows(folder / "metrics.jsonl", rows)
 
 
 def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tmp_path):
     root, table = tmp_path / "seeds", tmp_path / "seeds.json"
-    for seed in range(2):
-        for name, solved in BETTER.items():
-            if name != "sweet_no_privileged" or seed == 0:  # an ablation may have fewer seeds
-                write_policy(root / f"{seed}/test/{name}.jsonl", solved + seed)
-    write_policy(root / "0/test/best_of_4.jsonl", 5)
+    write_policies(root / "0", BETTER | {"best_of_4": 5})
+    write_policies(root / "1", {name: BETTER[name] for name in BETTER  # an ablation may have fewer
+                                if name != "sweet_no_privileged"}, more=1)
     write_critic(root / "0/critic", 0.5, 0.75)
 
     run_script("runs/toy_seeds.py", root, "--output", table)
@@ -46,8 +42,7 @@ def test_the_table_of_the_seeds_compares_policies_on_the_seeds_that_both_have(tm
 def test_seeds_that_are_run_in_parts_give_the_table_of_those_that_are_run_at_once(tmp_path):
     for seed in range(2):
         for root in (tmp_path / f"part{seed}", tmp_path / "whole"):
-            for name, solved in BETTER.items():
-                write_policy(root / f"{seed}/test/{name}.jsonl", solved + seed)
+            write_policies(root / str(seed), BETTER, more=seed)
             write_critic(root / f"{seed}/critic", 0.5, 0.75 + 0.1 * seed)
     for name in ("part0", "part1"):
         run_script("runs/toy_seeds.py", tmp_path / name, "--output", tmp_path / "parts.json")
@@ -60,8 +55,7 @@ def test_the_grid_has_a_row_for_each_cell(tmp_path):
     for likely in (5, 8):
         for tasks in (200, 800):
             folder = root / f"64_10_{likely}_4-5.{tasks}/0"
-            for name, solved in BETTER.items():
-                write_policy(folder / f"test/{name}.jsonl", solved + (tasks == 800))
+            write_policies(folder, BETTER, more=tasks == 800)
             for critic in ("critic", "sweet_no_privileged/critic"):
                 write_critic(folder / critic, 0.5, 0.75)
     printed = run_script("runs/toy_grid.py", root, *output).stdout

@@ -63,7 +63,6 @@ class Reader:
             time.sleep(0.05)
 
     def press_enter(self, focused):
-        """Press Enter on the element that this JavaScript expression names."""
         self.run(f"{focused}.focus()")
         self.devtools.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", text="\r")
         self.devtools.call("Input.dispatchKeyEvent", type="keyUp", key="Enter")
@@ -99,7 +98,6 @@ class Reader:
 
 
 def episode(task, passed=True, text="Round the result?", **more):
-    """A dialogue about function number `task`."""
     solution, request = "def f(x):\n    return x", f"Write function number {task}"
     row = conftest.episode(
         f"task{task}", 1.0 if passed else 0.5, answer=solution,
@@ -132,7 +130,6 @@ def write_run(folder, rows, script, **flags):
 
 
 def ranked(number, **more):
-    """A line of ranked candidates: four of one state."""
     texts = [f"Which unit? {index}" for index in range(4)]
     values = 0.1 * (number + 1), 0.02, -0.01, -0.1 * (number + 1)
     state = ranked_state(dict(zip(texts, values, strict=True)))
@@ -141,7 +138,6 @@ def ranked(number, **more):
 
 
 def write_sweet(folder):
-    """A run of SWEET-RL."""
     steps = [{"step": i, "train/loss": 2 - i / 40, "train/accuracy": 0.9, "train/margin": i / 40,
               "train/nll": 0.5, "optim/lr": 1e-6, "time/step": 1} for i in range(40)]
     return write_run(folder, steps, "train_policy.py", candidates="ranked.jsonl",
@@ -180,7 +176,6 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def shown(browser, report):
-    """The browser with this report opened."""
     browser.open(report.as_uri())
     return browser
 
@@ -196,7 +191,7 @@ def test_report_opens_with_tables_charts_and_all_episodes_and_no_complaint(shown
 # What is told before any table
 
 
-def test_each_policy_is_described_in_a_clause(browser, tmp_path):
+def test_each_policy_is_described_in_a_clause_if_its_file_says_who_played(browser, tmp_path):
     write_run(tmp_path / "trained", [], "train_policy.py", candidates=None, episodes=["e.jsonl"],
               model="some/base", lr=1e-6)
     rows = [episode(0, agent=str(tmp_path / "trained"), human="scripted")]
@@ -204,16 +199,14 @@ def test_each_policy_is_described_in_a_clause(browser, tmp_path):
         run = {"flags": {"tasks": "test.jsonl", "judge": "fixed", "max_turns": turns,
                          "require_protection": True}, "inputs": {}, "commit": "abc1234"}
         (tmp_path / f"{name}.jsonl.run.json").write_text(json.dumps(run))
-    browser.open(write_report(tmp_path, ours=rows, single=rows).as_uri())
-    ours, single = browser.each("#policies p", "e.innerText")
+    odd = {"screenshot": {}, "solution_screenshot": [], "credits": [["x"], 1]}
+    files = {"ours": rows, "single": rows, "foreign": [episode(0, **odd)]}
+    browser.open(write_report(tmp_path, **files).as_uri())
+    assert browser.count(".row") == 3
+    ours, single, foreign = browser.each("#policies p", "e.innerText")
     assert ours == "ours – multi-turn DPO on pairs of whole dialogues, from some/base"
     assert single.endswith("from some/base; in one turn")
-
-
-def test_nothing_is_called_unknown_where_a_file_does_not_say_who_played(browser, tmp_path):
-    browser.open(write_report(tmp_path, ours=[episode(0)]).as_uri())
-    assert browser.text("#policies p") == "ours"
-    assert "unknown" not in browser.run("document.body.innerText")
+    assert foreign == "foreign" and "unknown" not in browser.run("document.body.innerText")
 
 
 def test_turns_and_endings_are_stacked_by_their_share(shown):
@@ -255,19 +248,13 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
     assert ending("What now?", reward=1.0, success=True) == "solved"
 
 
-def toy_rows(questions, answers):
-    """Dialogues of the embedded world: so many questions and, where they end in one, an answer."""
-    rows = []
-    for task in toy_tasks("toy:backend:test", 2):
-        texts = [task["problem_description"], *["Tell me the frame.", "No wish there."] * questions]
-        ends = [f"I WANT TO ANSWER:\n{task['ground_truth']}"]
-        history = dialogue(*texts, *ends) if answers else dialogue(*texts[:-1])
-        rows.append({"task": task, "dialogue_history": history, "reward": float(answers)})
-    return rows
-
-
 def test_questions_on_the_last_turn_are_called_so(browser, tmp_path):
-    report = write_report(tmp_path, answers=toy_rows(1, True), asks=toy_rows(2, False))
+    task, = toy_tasks("toy:backend:test", 1)
+    texts = task["problem_description"], "Tell me the frame.", "No wish there."
+    ends = {"answers": f"I WANT TO ANSWER:\n{task['ground_truth']}", "asks": "Tell me the frame."}
+    rows = {name: [{"task": task, "dialogue_history": dialogue(*texts, end),
+                    "reward": float(name == "answers")}] for name, end in ends.items()}
+    report = write_report(tmp_path, **rows)
     browser.open(report.as_uri())
     assert "question on the last turn" in browser.text("#results figure:nth-of-type(2) .legend")
     assert "early answer" not in browser.text("#results")
@@ -277,14 +264,11 @@ def test_questions_on_the_last_turn_are_called_so(browser, tmp_path):
     assert "no answer · " in browser.text(".row span")
 
 
-def test_critic_is_measured_on_held_out_pairs_and_by_kind(browser, tmp_path):
-    critic = write_critic(tmp_path / "critic")
-    rows = [episode(0)]
-    browser.open(write_report(tmp_path, "--metrics", f"critic={critic}", ours=rows).as_uri())
-    titles = browser.each("#critic figcaption", "e.innerText")
+def test_critic_is_measured_on_held_out_pairs_and_by_kind(shown):
+    titles = shown.each("#critic figcaption", "e.innerText")
     assert titles == ["critic: the better one ranked higher, %"]
-    values = browser.each("#critic figure:first-of-type tbody tr",
-                          "[...e.cells].map(cell => cell.textContent.trim())")
+    values = shown.each("#critic figure:first-of-type tbody tr",
+                        "[...e.cells].map(cell => cell.textContent.trim())")
     assert values == [["20 held-out pairs of dialogues", "90.0"],
                       ["AUC, any two candidates", "95.0"], ["AUC, two questions", "75.0"]]
 
@@ -438,16 +422,6 @@ def test_the_dialogue_shown_first_is_where_the_critic_tells_turns_apart_most(bro
     assert "sample 0 of task2" in browser.text("#episode")
 
 
-def test_metrics_of_any_size_and_unknown_keys_of_foreign_episodes_leave_the_page_whole(
-        browser, tmp_path):
-    steps = [{"step": step, "train/tokens": 2e16, "train/huge": 10**400} for step in range(9)]
-    metrics = write_run(tmp_path, steps, "train_policy.py")
-    foreign = {"screenshot": {}, "solution_screenshot": [], "credits": [["x"], 1]}
-    rows = [episode(0, **foreign), episode(1)]
-    browser.open(write_report(tmp_path, "--metrics", f"run={metrics}", ours=rows).as_uri())
-    assert browser.count("#training figure") == 1 and browser.count(".row") == 2
-
-
 @pytest.mark.parametrize("dropped, expected", [(0, [1.0, 2.0, None]), (1, [None, 1.0, 2.0])])
 def test_advantages_stand_at_their_turns_if_the_last_is_empty_or_the_first_was_dropped(
         dropped, expected):
@@ -494,15 +468,6 @@ def test_address_names_the_episode_and_opens_it_again(browser, report):
     assert "#episode=" in address
     browser.open(address)
     assert browser.text("#episode") == title
-
-
-def test_the_list_scrolls_to_the_dialogue_that_the_page_opens(browser, tmp_path):
-    browser.open(write_report(tmp_path, p=[episode(task) for task in range(60)]).as_uri())
-    browser.run("choose(episodes.at(-1), false)")
-    row, of_list = (browser.run(f"(({{top, bottom}}) => [top, bottom])({element}"
-                                ".getBoundingClientRect())")
-                    for element in ("selected.row", "document.querySelector('#list')"))
-    assert of_list[0] < row[0] < row[1] < of_list[1]
 
 
 def test_rows_are_buttons_so_that_a_keyboard_reaches_every_dialogue(shown):
@@ -571,24 +536,18 @@ def unpacked(*arguments):
     return json.loads(zlib.decompress(base64.b64decode(packed))), len(packed)
 
 
-def test_too_much_omits_screenshots_first_then_whole_tasks():
+def test_shared_pictures_are_stored_once_and_too_much_omits_pictures_then_whole_tasks():
     draw = random.Random(0)
-    run = [episode(task, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None)
-           for task in range(10)]
+    run = [episode(task, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None,
+                   solution_screenshot="shared") for task in range(10)]
     policies = {"p": [run]}
     whole, size = unpacked(policies, 10**6)
-    assert len(whole["pictures"]) == 10 and whole["omitted"] == {"episodes": 0, "screenshots": 0}
+    assert len(whole["pictures"]) == 11 and whole["omitted"] == {"episodes": 0, "screenshots": 0}
     tight, tight_size = unpacked(policies, size - 8000)
     assert tight["omitted"]["episodes"] == 0 < tight["omitted"]["screenshots"] < 10
     assert len(tight["tasks"]) == 10 and tight_size <= size - 8000
     tiny, tiny_size = unpacked(policies, 650)
     assert 0 < tiny["omitted"]["episodes"] < 10 and tiny["pictures"] == [] and tiny_size <= 650
-
-
-def test_a_picture_that_many_episodes_share_is_stored_once():
-    run = [episode(task, screenshot="A", solution_screenshot="B", error=None) for task in range(3)]
-    data, _ = unpacked({"p": [run]}, 10**6)
-    assert data["pictures"] == ["A", "B"]
 
 
 def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, capsys):

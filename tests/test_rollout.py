@@ -5,7 +5,7 @@ import shutil
 import threading
 
 import pytest
-from chat_server import talking
+from chat_server import running, small_talk
 from conftest import episode, read_rows, run_script, write_rows
 from parties import (
     INDEX, RULES, TASKS, Failing, LenientJudge, Served, asker, collect_now, human_line,
@@ -13,14 +13,12 @@ from parties import (
 
 import collect
 import speakers
-from colbench import DOMAINS, prompt_of_episode
+from colbench import prompt_of_episode
 from formats.read import custom_prompt, load_episodes, read_candidates, read_episodes
 from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
 from speakers import roles
-from speakers.interface import SpeakerError
-from speakers.pool import JudgeElsewhere
 
 ALONE = Process(0, 1, "cpu")
 
@@ -80,7 +78,7 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
 def test_a_served_human_gives_the_same_bytes_at_any_batch_size_and_order_and_another_seed_others(
         tmp_path, tiny, local):
     texts = []
-    with talking(mean=0.01) as server:
+    with running(small_talk, mean=0.01, models=["agent", "human"]) as server:
         agent = ["--agent", server.url, "--agent_model", "agent"]
         if local:
             agent = ["--agent", tiny(), "--max_new_tokens", 6, "--max_turns", 3]
@@ -133,19 +131,6 @@ def test_one_failed_request_is_one_failed_episode(tmp_path, monkeypatch, party):
     errors = [found["error"] for found in episodes]
     assert errors[5] == f"{party}: too long" and errors.count(None) == 19
     assert episodes[5]["reward"] is None and episodes[5]["turns"] >= 1
-
-
-def test_a_judge_that_asks_a_model_fails_under_its_own_name_and_is_given_up_as_a_speaker_is():
-    class DeadGrader(LenientJudge):
-        def grade(self, task, answer):
-            raise SpeakerError("no grade")
-
-    _, (failed, *_) = played(Served(asker(lambda key: 3)), Served(human_line), DeadGrader(), 1, 1)
-    assert failed["error"] == "judge: no grade" and failed["reward"] is None
-    judge = DeadGrader()
-    assert JudgeElsewhere(judge).given_up is None
-    judge.given_up = "it is down"
-    assert JudgeElsewhere(judge).given_up == "it is down"
 
 
 def test_a_bug_ends_its_dialogues_alone_and_shows_its_traceback_once(tmp_path, monkeypatch, capsys):
@@ -274,22 +259,6 @@ def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(tmp_
     assert len(alive.asked) == 1
 
 
-def test_candidates_of_scripts_and_models_do_not_depend_on_the_batch_size(tmp_path, tiny):
-    agent = Served(asker(lambda key: 3))
-    _, episodes = played(agent, Served(human_line), LenientJudge(), 6, 4)
-    given = write_rows(tmp_path / "given.jsonl", episodes)
-    for spec, more in (("scripted", []), (tiny(), ["--max_new_tokens", "6"])):
-        texts = []
-        for size in ("1", "16", "64"):
-            output = tmp_path / f"{len(spec)}-{size}.jsonl"
-            collect_now("--states", given, "--states_fraction", 1, "--num_candidates", 4,
-                        "--agent", spec, "--batch_size", size, "--output", output, *more)
-            texts.append(output.read_text())
-        assert texts == [texts[0]] * 3
-        rows = [json.loads(line) for line in texts[0].splitlines()]
-        assert len(rows) == 18 and len({str(row["candidates"]) for row in rows}) > 3
-
-
 # -----------------------------------------------------------------------------
 # The file that grows
 
@@ -331,11 +300,16 @@ def test_a_file_exists_only_when_it_is_finished_however_often_its_run_was_killed
         assert names(tmp_path) == ["rows.jsonl.rank0"]
         with pytest.raises(SystemExit, match="found rows.jsonl.rank0 beside it.*rerun"):
             ResumableJsonl.refuse_unfinished(path)
-    store(path).finish([0])
-    assert names(tmp_path) == ["rows.jsonl"]
-    store(path).append({"key": 1})  # a rerun that is to make more rows
+    last = store(path)
+    last.append({"key": 1, "error": "x"})
+    last.finish([0, 1])
+    finished = path.read_text()
+    assert store(path).missing([0, 1]) == [1]  # a rerun that cannot begin
+    assert names(tmp_path) == ["rows.jsonl"] and path.read_text() == finished
+    ResumableJsonl.refuse_unfinished(path)
+    store(path).append({"key": 1})  # one that can
     assert names(tmp_path) == ["rows.jsonl.rank0"]
-    assert [row["key"] for row in store(path).finish([0, 1])] == [0, 1]
+    assert store(path).finish([0, 1]) == [{"key": 0}, {"key": 1}]
 
 
 def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_path):
@@ -347,15 +321,6 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
     assert [row["key"] for row in rows.finish([0])] == [0]
     assert names(tmp_path) == ["rows.jsonl", "rows.jsonl.rank0.bak", "rows.jsonl.ranked"]
     ResumableJsonl.refuse_unfinished(path)
-
-
-def test_a_row_that_is_missing_at_the_end_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    rows = store(path)
-    rows.append({"key": "a"})
-    with pytest.raises(SystemExit, match=r"no row of b \(2 of 3 are missing\).*same command"):
-        rows.finish(["a", "b", "c"])
-    assert store(path).rows == {"a": {"key": "a"}}
 
 
 # -----------------------------------------------------------------------------
@@ -383,10 +348,3 @@ def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_pa
     with pytest.raises(SystemExit, match=found):
         collect_now(*flags.format(**names).split(), "--output", tmp_path / "o")
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
-
-
-def test_the_domain_of_a_fork_may_have_flags_that_collect_lacks(monkeypatch, tmp_path):
-    monkeypatch.setitem(DOMAINS, "fork", DOMAINS["backend"]._replace(flags={"engine": "x"}))
-    collect_now("--tasks", "toy:backend:test", "--num_tasks", 1, "--agent", "scripted",
-                "--output", tmp_path / "o")
-    assert len(read_episodes(tmp_path / "o")) == 3

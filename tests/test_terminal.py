@@ -23,7 +23,7 @@ TASKS = [
     {"problem_description": "frame n", "test_cases": {"a": "f(1)"},
      "ground_truth": "import sys, tqdm\nimport pandas_of_nobody as pd\ndef f(n): return pd.x(n)"},
     {"problem_description": "triple n", "ground_truth": "def f(n): return 3 * n",
-     "test_cases": {"a": "f(1)", "b": "assert f(1) == 3"}},
+     "test_cases": {"a": "f(1)", "b": "assert f(1) == 3", "half": "f(0.5"}},
     {"problem_description": "hide n", "ground_truth": "def f(): return None",
      "test_cases": {"\x1b[2J": "f()", "again": "f()"}},
 ]
@@ -41,15 +41,11 @@ def shown(capsys, path, *more):
     return capsys.readouterr().out
 
 
-def marked_episode():
-    marked = episode("task1", 0.5, texts=("write f", "what is n?", "two", "I WANT TO ANSWER: x"))
-    marked["dialogue_history"][3]["finished"] = False
-    return marked | {"reasons": {"a": "passed", "b": "wrong", "c": "wrong"}, "agent": "base"}
-
-
 def test_show_prints_speakers_turns_reasons_and_outcome(tmp_path, capsys):
-    path = write(tmp_path / "e.jsonl", [marked_episode()])
-    assert shown(capsys, path) == (
+    row = episode("task1", 0.5, texts=("write f", "what is n?", "two", "I WANT TO ANSWER: x"),
+                  reasons={"a": "passed", "b": "wrong", "c": "wrong"}, agent="base")
+    row["dialogue_history"][3]["finished"] = False
+    assert shown(capsys, write(tmp_path / "e.jsonl", [row])) == (
         "task      task1\n"
         "solution  def f(): pass\n"
         "\n"
@@ -89,14 +85,6 @@ def test_show_takes_the_number_of_a_task_unless_it_is_the_id_of_another(tmp_path
     for given in ("0", "4", "-1"):
         with pytest.raises(SystemExit, match=f"found no task '{given}', expected a number from 1"):
             shown(capsys, path, given)
-
-
-def test_show_prints_every_kind_of_space_and_a_long_role_apart_from_its_text(tmp_path, capsys):
-    row = episode("t", 1.0)
-    row["task"]["domain"], row["success"] = "logged", None
-    row["dialogue_history"][0] = {"role": "environment", "content": "你好\u3000世界 10\u00a0000"}
-    text = shown(capsys, write(tmp_path / "e.jsonl", [row]))
-    assert "environment 你好\u3000世界 10\u00a0000\n" in text
 
 
 def test_show_prints_dialogues_that_an_error_ended_and_raw_thoughts(tmp_path, capsys):
@@ -166,16 +154,10 @@ def test_check_names_lines_and_reasons_and_spells_out_what_steers_a_terminal(tmp
     assert "needs the module pandas_of_nobody, which the judge does not have" in lines[0]
     assert lines[1].startswith(f"{tasks}: line 5, b: the solution raised SyntaxError")
     assert "a call such as f(1), not `assert f(1) == 2`" in lines[1]
-    assert lines[2] == f"{tasks}: line 6, \\x1b[2J, again: the solution returns None"
-    assert lines[3] == "1 of 4 tasks can be solved in full (judge fixed)"
-
-
-def test_check_says_which_test_is_no_expression(tmp_path, capsys):
-    task = TASKS[0] | {"test_cases": TASKS[0]["test_cases"] | {"half": "f(0.5"}}
-    with pytest.raises(SystemExit):
-        colbench.main(["check", str(write(tmp_path / "tasks.jsonl", [task]))])
-    line = capsys.readouterr().out.splitlines()[0]
-    assert "line 1, half: " in line and "the test is no Python expression: f(0.5)" in line
+    assert lines[2].startswith(f"{tasks}: line 5, half: ")
+    assert "the test is no Python expression: f(0.5" in lines[2]
+    assert lines[3] == f"{tasks}: line 6, \\x1b[2J, again: the solution returns None"
+    assert lines[4] == "1 of 4 tasks can be solved in full (judge fixed)"
 
 
 @pytest.mark.parametrize("profile", ["fixed", "official"])
@@ -247,13 +229,10 @@ def test_training_ends_with_its_last_numbers_and_whether_the_model_moved(tmp_pat
 # Protections of the judge
 
 
-def status_without(*lacking):
-    return {name: name not in lacking for name in (*sandbox.REQUIRED, *sandbox.SECOND_LINES)}
-
-
 def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch, capsys):
     monkeypatch.delenv(sandbox.TOLD, raising=False)
-    status = status_without("files", "own user")
+    status = dict.fromkeys((*sandbox.REQUIRED, *sandbox.SECOND_LINES), True)
+    status |= {"files": False, "own user": False}  # the second one nothing depends on
     for _ in range(2):
         sandbox.tell_once(status)
     said = capsys.readouterr().err
@@ -262,16 +241,3 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     sandbox.tell_once(status)
     assert capsys.readouterr().err == ""
-
-
-def test_a_missing_second_line_of_defence_is_told_by_check_alone(monkeypatch, capsys, tmp_path):
-    monkeypatch.delenv(sandbox.TOLD, raising=False)
-    status = status_without("own user")
-    sandbox.tell_once(status)
-    assert capsys.readouterr().err == "" and sandbox.TOLD not in os.environ
-    monkeypatch.setattr(sandbox.Worker, "ready", lambda self: status)
-    monkeypatch.setattr(sandbox.Judge, "outcomes", lambda *_: [sandbox.describe(1)])
-    colbench.main(["check", str(write(tmp_path / "t.jsonl", [TASKS[1]]))])
-    printed = capsys.readouterr().out
-    assert "protection own user       MISSING (a second line of defence" in printed
-    assert "protection files          active" in printed

@@ -11,7 +11,6 @@ from toy.world import toy_tasks
 
 
 def first_words():
-    """A page's choice: the first word of each slot."""
     return {slot: next(iter(words)) for slot, words in SLOTS.items()}
 
 
