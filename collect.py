@@ -61,7 +61,7 @@ from speakers.roles import (
 
 
 class Rules(typing.NamedTuple):
-    agent_prompt: str  # {max_turns} is filled in; "" means no instructions
+    agent_prompt: str  # may hold {max_turns}; "" means no instructions
     human_prompt: str
     max_turns: int
     reply_chars: int | None  # most characters of a human reply; None: the domain's number
@@ -77,7 +77,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
-    turns, answer, grade, error = 0, None, None, None
+    answer, grade, error = None, None, None
 
     def ask(speaker, messages):
         key = (task["task_id"], sample)
@@ -86,24 +86,24 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
-        while answer is None:
-            party = "agent"  # whose turn it is, which an error tells
+        for turn in range(1, rules.max_turns + 1):
+            party = "agent"  # who has to speak, for an error's message
             said = ask(agent, agent_messages(history, prompt))
-            turns += 1
             # what the human reads; `output` is all that the agent wrote, its thoughts included
-            content, answer = split_message(task, said.text, turns == rules.max_turns)
+            content, answer = split_message(task, said.text, turn == rules.max_turns)
             history.append({"role": "assistant", "content": content, "output": said.text,
                             "finished": said.finished})
             on_turn()
-            if answer is None:
-                party = "human"
-                if human.reads_history:  # a script
-                    view = history
-                else:
-                    view = domain.human_view(task, history, rules.human_prompt, judge)
-                limit = rules.reply_chars or domain.reply_chars
-                reply = ask(human, view).spoken[:limit]  # without a model's thoughts
-                history.append({"role": "user", "content": reply})
+            if answer is not None:
+                break
+            party = "human"
+            if human.reads_history:  # a script
+                view = history
+            else:
+                view = domain.human_view(task, history, rules.human_prompt, judge)
+            limit = rules.reply_chars or domain.reply_chars
+            reply = ask(human, view).spoken[:limit]  # without a model's thoughts
+            history.append({"role": "user", "content": reply})
         party = "judge"  # which may ask a model, too
         grade = judge.grade(task, domain.graded_text(answer, history))
     except SpeakerError as reason:
@@ -115,7 +115,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     return {
         "task": task, "sample": sample, "dialogue_history": history, "answer": answer,
         **outcome_of(task, history, grade),  # reward, success, reasons, leak
-        "turns": turns, "max_turns": rules.max_turns, "seed": rules.seed,
+        "turns": len(history) // 2, "max_turns": rules.max_turns, "seed": rules.seed,
         "agent_prompt": rules.agent_prompt, "error": error,
     }
 
@@ -142,7 +142,7 @@ def states_of(episodes):
 def choose_states(episodes, fraction, states_per_task, seed):
     """The states of a share of the tasks, at most `states_per_task` of each.
 
-    With fewer states of each task, as many samples cover more tasks.
+    Fewer states of each task, at the same cost, cover more tasks.
     """
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
@@ -179,7 +179,7 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     A variant gives another `open_agent`, the checkpoints that it loads (`models`), and `notes` for
     every episode.
     """
-    # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
+    # this also sets args.human, .agent_prompt, .clip and .num_tasks, which open_store records
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task

@@ -16,7 +16,7 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
 
-The defaults are the paper's, for a model of 8B. The tiny toy/base needs others.
+The defaults are the paper's, for a model of 8B. The tiny toy/base needs those of the first command.
 
 Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
 metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a
@@ -54,19 +54,18 @@ plain`).
 import dataclasses
 import math
 import random
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from colbench import agent_view, encode_candidates, encode_within, first_request, succeeded
-from formats.read import group_by_task, load_episodes, read_candidates, state_key
+from formats.ranking import rank_states
+from formats.read import group_by_task, load_episodes, read_candidates, solution_of, what_fits
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
-from runtime.processes import join_processes, launch
-from runtime.record import open_rows, read_flags
+from runtime.processes import launch
+from runtime.record import read_flags
 from runtime.seeds import derive_seed
 from runtime.training import Run
 
@@ -88,7 +87,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `tokens` is how many tokens each turn has; all (R, S). Empty turns, and the padding of shorter
     dialogues, get 0.
     """
-    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; at least 1, as 0 / 0 is no number
+    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; an empty turn has 0 / 1
     return (logprobs - reference) / divisor
 
 
@@ -127,30 +126,20 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
     # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
     return [(chosen, rejected) for chosen in better for rejected in worse
-            if chosen["reward"] > rejected["reward"]
+            if chosen["reward"] > rejected["reward"]  # needed with a margin of 0
             and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
 
 
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
-
-
-def solution_note(task):
-    """The solution c, in the only words in which toy/base has learnt to read it."""
-    if not task["ground_truth"].strip():  # only logs may lack it
-        raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
-                         " known only afterwards; add it to the logs, leave out the dialogues that"
-                         " lack it, or train with --privileged none")
-    return SOLUTION_NOTE.format(solution=task["ground_truth"])
-
+SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"  # toy/base knows these words
 
 # An entry may show any field of the task. Both dialogues of a pair must show the same, or the
-# critic learns the difference in what is shown, not in the turns. toy/base knows none but these
-# two: for another, train it anew (runs/make_toy_base.sh).
+# critic learns the difference in what is shown, not in the turns. For another entry, toy/base has
+# to be trained anew (runs/make_toy_base.sh), since it has learnt to read these two.
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
-    "ground_truth": solution_note,
+    "ground_truth": lambda task: SOLUTION_NOTE.format(solution=solution_of(task)),
     "none": lambda task: "",
 }
 
@@ -183,8 +172,8 @@ class Row:
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it.
 
-        Rows of similar length then need little padding. It is equal for all candidates of a state,
-        so they stay together.
+        Rows of similar length need little padding; candidates of a state, of which it is equal,
+        stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -199,19 +188,10 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     return Row(*encoded) if encoded else None
 
 
-def what_fits(rows, max_length):
-    """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
-    shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
-    if not shorter and not omitted:
-        return f"all fit into --max_length {max_length}"
-    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and {omitted} are"
-            " omitted, since their last turn does not fit")
-
-
 def dialogue_pairs(episodes, rule, margin):
     """Task id -> its pairs of rows, in the order of the ids.
 
-    It reads episode["row"], which the caller has set, to None if the episode does not fit.
+    It reads episode["row"], which the caller has set: None if the episode does not fit.
     """
     pairs_of = {}
     for task_id, group in sorted(group_by_task(episodes).items()):
@@ -260,10 +240,10 @@ def set_reference(model, rows, run, rows_at_once):
     """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
     with run.scoring(model):  # without gradients; the processes share the rows
-        found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
-                        "reference")
-    for row, logprobs in zip(rows, found, strict=True):
-        row.reference = logprobs[:row.turns]  # without the padding
+        logprobs = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
+                           "reference")  # (S,) each, padded
+    for row, of_turns in zip(rows, logprobs, strict=True):
+        row.reference = of_turns[:row.turns]
 
 
 # -----------------------------------------------------------------------------
@@ -328,7 +308,7 @@ def split_pairs(episodes, args, run):
     return groups, held_out
 
 
-RANKING = ("candidates", "ranked", "reference")  # flags of `rank`, not of the critic's training
+RANKING = ("candidates", "ranked", "reference")  # flags of `rank`: the training reads none
 
 
 def main(args):
@@ -381,8 +361,9 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP takes the mean of the processes' gradients, and `weight`, their number, makes it a
-        # sum. All must run as many forwards: one that has no pair left repeats one, with weight 0
+        # `weight` is 1 in a single process. FSDP takes the mean of the processes' gradients, and
+        # `weight`, their number, makes it a sum. All must run as many forwards: one that has no
+        # pair left repeats one, with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -395,7 +376,8 @@ def train(args):
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
-                    metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
+                    metrics = critic_objective(model, mine, args.beta, nll=0.0,
+                                               normalise=args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
         run.save_state_if_due(step + 1, model, optimizer)
@@ -432,9 +414,9 @@ class Critic:
 
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
-        state = task, messages, texts, finished
-        rows = self.candidate_rows(*state, self.privileged)
-        reference_rows = self.candidate_rows(*state, self.reference_privileged)
+        rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
+        reference_rows = self.candidate_rows(task, messages, texts, finished,
+                                             self.reference_privileged)
         if rows is None or reference_rows is None:
             return None
         return self.turn_advantages(rows, reference_rows).sum(1).tolist()  # of one turn each
@@ -465,34 +447,16 @@ class Critic:
 
 
 def rank(args):
-    """Give the candidates of --candidates their advantages; the processes share the states."""
-    critic_flags = read_critic_flags(args.output)
-    if critic_flags["privileged"] == "none" and args.reference == "plain":
+    """Give each candidate of --candidates its advantage: `Critic.advantages` of every state."""
+    flags = read_critic_flags(args.output)
+    if flags["privileged"] == "none" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that does not see the solution"
                          " either, so it changes nothing; omit --reference")
-    process = join_processes()
-    path = args.ranked or Path(args.output, "ranked.jsonl")
-    states, omitted = read_candidates(args.candidates)
-    flags = {"candidates": args.candidates, "critic": args.output, "reference": args.reference,
-             "dtype": args.dtype}
-    inputs = [args.candidates, Path(args.output, "run.json")]
-    # rows are appended one by one, so a killed command goes on where it stopped
-    store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
-    jobs = {state_key(state): state for state in states}
-    mine = store.missing(jobs)
-    if mine:  # a model is loaded only for states that are left to rank
-        critic = Critic(args.output, process.device, args.dtype, args.reference)
-    for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
-        state = jobs[key]
-        advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
-                                       state["finished"])
-        store.append(state | {"advantages": advantages, "ranker": str(args.output)})
-    ranked = store.finish(jobs)
-    if process.leads:
-        too_long = sum(state["advantages"] is None for state in ranked)
-        print(f"{path}: {len(ranked)} ranked states ({omitted} failed ones omitted); {too_long}"
-              " have no advantages, being too long for the critic (--max_length"
-              f" {critic_flags['max_length']})")
+
+    def open_critic(device):
+        return Critic(args.output, device, args.dtype, args.reference)
+
+    rank_states(args, open_critic, {"reference": args.reference}, flags["max_length"])
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ With --episodes, this script is multi-turn DPO, a baseline: the same loss on who
         --pairs success_vs_failure --shuffle groups --batch_size 24 --micro_batch_size 24 \
         --lr 1e-3 --beta 0.3 --nll 10 --epochs 12
 
-The defaults are the paper's, for a model of 8B. The tiny toy/base needs others.
+The defaults are the paper's, for a model of 8B. The tiny toy/base needs those shown with it.
 
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
@@ -37,8 +37,8 @@ docs/forks has such edits as patches, and says what some of them need elsewhere.
 is variants/sft.py.
 
 Code that both trainers share is duplicated, so that each can be read alone. Who knows
-train_critic.py can skip PAIRS, pair_episodes, Row, what_fits, dialogue_pairs, turn_logprobs,
-set_reference, learning_rate and plan_batches here: tests/test_twins.py keeps the copies equal.
+train_critic.py can skip PAIRS, pair_episodes, Row, dialogue_pairs, turn_logprobs, set_reference,
+learning_rate and plan_batches here: tests/test_twins.py keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws
@@ -55,7 +55,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, succeeded
-from formats.read import custom_prompt, group_by_task, load_episodes, read_candidates, state_key
+from formats.read import (
+    custom_prompt, group_by_task, load_episodes, read_candidates, state_key, what_fits)
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
@@ -132,7 +133,7 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
     # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
     return [(chosen, rejected) for chosen in better for rejected in worse
-            if chosen["reward"] > rejected["reward"]
+            if chosen["reward"] > rejected["reward"]  # needed with a margin of 0
             and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
 
 
@@ -161,8 +162,8 @@ class Row:
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it.
 
-        Rows of similar length then need little padding. It is equal for all candidates of a state,
-        so they stay together.
+        Rows of similar length need little padding; candidates of a state, of which it is equal,
+        stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -196,19 +197,10 @@ def dialogue_row(tokenizer, episode, max_length):
     return Row(*encoded) if encoded else None
 
 
-def what_fits(rows, max_length):
-    """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
-    shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
-    if not shorter and not omitted:
-        return f"all fit into --max_length {max_length}"
-    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and {omitted} are"
-            " omitted, since their last turn does not fit")
-
-
 def dialogue_pairs(episodes, rule, margin):
     """Task id -> its pairs of rows, in the order of the ids.
 
-    It reads episode["row"], which the caller has set, to None if the episode does not fit.
+    It reads episode["row"], which the caller has set: None if the episode does not fit.
     """
     pairs_of = {}
     for task_id, group in sorted(group_by_task(episodes).items()):
@@ -250,18 +242,18 @@ def dpo_objective(model, pairs, beta, nll):
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
     token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
-            "accuracy": margin > 0, "margin": margin, "chosen_reward": beta * chosen,
-            "nll": token_nll}
+            "accuracy": margin > 0, "margin": margin, "nll": token_nll,
+            "chosen_reward": beta * chosen}  # DPO's implicit reward
 
 
 def set_reference(model, rows, run, rows_at_once):
     """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
     with run.scoring(model):  # without gradients; the processes share the rows
-        found = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
-                        "reference")
-    for row, logprobs in zip(rows, found, strict=True):
-        row.reference = logprobs[:row.turns]  # without the padding
+        logprobs = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
+                           "reference")  # (S,) each, padded
+    for row, of_turns in zip(rows, logprobs, strict=True):
+        row.reference = of_turns[:row.turns]
 
 
 # -----------------------------------------------------------------------------
@@ -298,7 +290,10 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's instructions, None if the domain's own)."""
+    """(pairs of rows, one list per state; the agent's instructions, to be saved with the policy).
+
+    The instructions are None if they are the domain's own.
+    """
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
@@ -317,7 +312,7 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's instructions, None if the domain's own)."""
+    """(pairs of rows, one list per task; the agent's instructions, as above)."""
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
@@ -367,8 +362,9 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # FSDP takes the mean of the processes' gradients, and `weight`, their number, makes it a
-        # sum. All must run as many forwards: one that has no pair left repeats one, with weight 0
+        # `weight` is 1 in a single process. FSDP takes the mean of the processes' gradients, and
+        # `weight`, their number, makes it a sum. All must run as many forwards: one that has no
+        # pair left repeats one, with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

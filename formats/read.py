@@ -166,6 +166,24 @@ def load_episodes(paths):
     return sound, len(episodes) - len(sound)
 
 
+def what_fits(rows, max_length):
+    """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
+    shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
+    if not shorter and not omitted:
+        return f"all fit into --max_length {max_length}"
+    return (f"with --max_length {max_length}, {shorter} lose their oldest turns, and {omitted} are"
+            " omitted, since their last turn does not fit")
+
+
+def solution_of(task):
+    """The solution, for those who were asked to show it; only logs may lack it."""
+    if not task["ground_truth"].strip():
+        raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
+                         " known only afterwards; add it to the logs, leave out the dialogues that"
+                         " lack it, or train with --privileged none")
+    return task["ground_truth"]
+
+
 def state_key(state):
     return state["task"]["task_id"], state["sample"], state["turn"]
 

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from colbench import succeeded
-from formats.read import custom_prompt, load_episodes
+from formats.read import custom_prompt, load_episodes, what_fits
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
 from runtime.training import Run
-from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprobs, what_fits
+from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprobs
 
 
 def supervised_objective(model, rows, mean_tokens):

@@ -31,17 +31,18 @@ from tqdm import tqdm
 
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, first_request)
-from formats.read import load_episodes, read_candidates, state_key
+from formats.ranking import rank_states
+from formats.read import load_episodes, read_candidates, what_fits
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
-from runtime.processes import join_processes, launch
-from runtime.record import open_rows, read_flags
+from runtime.processes import launch
+from runtime.record import read_flags
 from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
     PAIRS, PRIVILEGED, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches,
-    split_pairs, what_fits)
+    split_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -282,28 +283,11 @@ def open_critic(path, device=None, dtype=None):
 
 
 def rank(args):
-    """Write the candidates with their values; ranks share the states."""
-    process = join_processes()
-    path = args.ranked or Path(args.output, "ranked.jsonl")
-    read_value_flags(args.output)
-    states, omitted = read_candidates(args.candidates)
-    flags = {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
-    inputs = [args.candidates, Path(args.output, "run.json")]
-    store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
-    jobs = {state_key(state): state for state in states}
-    mine = store.missing(jobs)
-    if mine:
-        critic = ValueCritic(args.output, process.device, args.dtype)
-    for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
-        state = jobs[key]
-        values = critic.advantages(state["task"], state["messages"], state["candidates"],
-                                   state["finished"])
-        store.append(state | {"advantages": values, "ranker": str(args.output)})
-    ranked = store.finish(jobs)
-    if process.leads:
-        too_long = sum(state["advantages"] is None for state in ranked)
-        print(f"{path}: {len(ranked)} ranked states; {omitted} failed ones omitted, {too_long} too"
-              " long")
+    """Give each candidate of --candidates its value."""
+    def open_value_critic(device):
+        return ValueCritic(args.output, device, args.dtype)
+
+    rank_states(args, open_value_critic, {}, read_value_flags(args.output)["max_length"])
 
 
 # -----------------------------------------------------------------------------
