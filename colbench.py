@@ -239,8 +239,8 @@ class Domain(typing.NamedTuple):
     human_prompt: str
     # open_judge(**flags) opens the judge, a context manager. Many threads may call its
     # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success (True,
-    # False, or None without tests), reasons ({test: "passed" or why not}). None, as for logs: the
-    # rewards come with the dialogues
+    # False, or None without tests), reasons ({test: "passed" or why not}). None for logs, which
+    # bring their rewards
     open_judge: typing.Callable | None
     # (task, history, prompt, judge) -> what the human reads
     human_view: typing.Callable = human_messages
@@ -331,8 +331,8 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
         <u> hi </> <a> hello </> <u> more </> <a> some
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
-    A generation prompt ends the ids if the last message is not the agent's, and always with
-    `prompt`, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
+    The ids end with a generation prompt if the last message is not the agent's. `prompt` forces
+    one, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
     """
     end_id, end_text = end_of_turn(tokenizer)
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -73,7 +73,7 @@ def episode_numbers(episode):
 
 
 def task_means(episodes, task_ids):
-    """Number -> its mean over the samples of each task, (T,); NaN if no sample has it."""
+    """Name of a number -> its mean over the samples of each task, (T,); NaN if none has it."""
     samples = {task_id: defaultdict(list) for task_id in task_ids}
     for episode in episodes:
         for key, value in episode_numbers(episode).items():
@@ -85,7 +85,7 @@ def task_means(episodes, task_ids):
 # -----------------------------------------------------------------------------
 # Intervals and comparisons
 
-Z = 1.959964  # standard deviations of a normal distribution on either side that hold 95 %
+Z = 1.959964  # 95 % of a normal distribution lie within so many standard deviations of its mean
 
 
 def draw_counts(generator, count, draws):
@@ -119,11 +119,11 @@ def interval(values, seed_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all outcomes are equal, a bootstrap has no width, and Wilson's interval takes its place,
-    which for n successes in n tasks is [1 - u, 1] with u = z² / (n + z²). That is as if a share u
-    of the tasks had not been seen: they get the least possible value at the low end, the greatest
-    at the high end (`limits`). One task is treated so, too. Without limits, it has no interval, and
-    equal outcomes keep their width of 0.
+    If all tasks end alike, the bootstrap has no width. Wilson's interval takes its place: for n
+    successes in n tasks it is [1 - u, 1] with u = z² / (n + z²), as if a share u of the tasks were
+    unseen, with the least possible value at the low end and the greatest at the high end
+    (`limits`). The same holds for a single task. Numbers without limits keep the width of 0, and a
+    single task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
