@@ -239,8 +239,8 @@ class Domain(typing.NamedTuple):
     human_prompt: str
     # open_judge(**flags) opens the judge, a context manager. Many threads may call its
     # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success (True,
-    # False, or None without tests), reasons ({test: "passed" or why not}). None for logs, which
-    # bring their rewards
+    # False, or None without tests), reasons ({test: "passed" or why not}). None for logs, whose
+    # rewards come with the dialogues
     open_judge: typing.Callable | None
     # (task, history, prompt, judge) -> what the human reads
     human_view: typing.Callable = human_messages

@@ -142,7 +142,7 @@ def states_of(episodes):
 def choose_states(episodes, fraction, states_per_task, seed):
     """The states of a share of the tasks, at most `states_per_task` of each.
 
-    Fewer states of each task, at the same cost, cover more tasks.
+    At the same cost, fewer states of each task cover more tasks.
     """
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
@@ -179,7 +179,7 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     A variant gives another `open_agent`, the checkpoints that it loads (`models`), and `notes` for
     every episode.
     """
-    # this also sets args.human, .agent_prompt, .clip and .num_tasks, which open_store records
+    # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task

@@ -85,7 +85,7 @@ def task_means(episodes, task_ids):
 # -----------------------------------------------------------------------------
 # Intervals and comparisons
 
-Z = 1.959964  # 95 % of a normal distribution lie within so many standard deviations of its mean
+Z = 1.959964  # 95 % of a normal distribution lie within this many standard deviations
 
 
 def draw_counts(generator, count, draws):
@@ -119,11 +119,11 @@ def interval(values, seed_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all tasks end alike, the bootstrap has no width. Wilson's interval takes its place: for n
-    successes in n tasks it is [1 - u, 1] with u = z² / (n + z²), as if a share u of the tasks were
-    unseen, with the least possible value at the low end and the greatest at the high end
-    (`limits`). The same holds for a single task. Numbers without limits keep the width of 0, and a
-    single task has no interval.
+    If all tasks end alike, the bootstrap has no width. With `limits`, Wilson's interval takes its
+    place, also for a single task. For n successes in n tasks it is [1 - u, 1] with
+    u = z² / (n + z²): as if a share u of the tasks were unseen, and had the least possible value at
+    the low end, the greatest at the high end. Without limits, the width stays 0, and a single task
+    has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}

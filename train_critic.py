@@ -32,7 +32,7 @@ To change                  edit
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes, PAIRS
     what the critic reads  PRIVILEGED, critic_messages
-    the ranking            rank
+    the ranking            Critic.advantages; the file: rank_states in formats/ranking.py
     the forward pass       turn_logprobs; run without --packed, which replaces it
     optimiser, schedule    train, learning_rate
     saving, resuming       Run in runtime/training.py, whose first lines show the whole loop
@@ -87,7 +87,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `tokens` is how many tokens each turn has; all (R, S). Empty turns, and the padding of shorter
     dialogues, get 0.
     """
-    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; an empty turn has 0 / 1
+    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; 1 for an empty turn, not 0
     return (logprobs - reference) / divisor
 
 
@@ -133,11 +133,11 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"  # toy/base knows these words
+SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 
 # An entry may show any field of the task. Both dialogues of a pair must show the same, or the
-# critic learns the difference in what is shown, not in the turns. For another entry, toy/base has
-# to be trained anew (runs/make_toy_base.sh), since it has learnt to read these two.
+# critic learns the difference in what is shown, not in the turns. toy/base has learnt to read the
+# solution in these words only.
 PRIVILEGED = {  # name -> what stands in front of the request, from the task
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=solution_of(task)),
     "none": lambda task: "",
@@ -172,8 +172,8 @@ class Row:
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it.
 
-        Rows of similar length need little padding; candidates of a state, of which it is equal,
-        stay together.
+        Rows of similar length need little padding. The candidates of a state have the same number,
+        so they stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -308,7 +308,7 @@ def split_pairs(episodes, args, run):
     return groups, held_out
 
 
-RANKING = ("candidates", "ranked", "reference")  # flags of `rank`: the training reads none
+RANKING = ("candidates", "ranked", "reference")  # flags of `rank`; the training reads none
 
 
 def main(args):
@@ -448,15 +448,15 @@ class Critic:
 
 def rank(args):
     """Give each candidate of --candidates its advantage: `Critic.advantages` of every state."""
-    flags = read_critic_flags(args.output)
-    if flags["privileged"] == "none" and args.reference == "plain":
+    trained_with = read_critic_flags(args.output)
+    if trained_with["privileged"] == "none" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that does not see the solution"
                          " either, so it changes nothing; omit --reference")
 
     def open_critic(device):
         return Critic(args.output, device, args.dtype, args.reference)
 
-    rank_states(args, open_critic, {"reference": args.reference}, flags["max_length"])
+    rank_states(args, open_critic, {"reference": args.reference}, trained_with["max_length"])
 
 
 # -----------------------------------------------------------------------------

@@ -162,8 +162,8 @@ class Row:
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it.
 
-        Rows of similar length need little padding; candidates of a state, of which it is equal,
-        stay together.
+        Rows of similar length need little padding. The candidates of a state have the same number,
+        so they stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -290,9 +290,8 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's instructions, to be saved with the policy).
-
-    The instructions are None if they are the domain's own.
+    """(pairs of rows, one list per state; the agent's instructions, to be saved with the policy;
+    None if they are the domain's own).
     """
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
@@ -312,7 +311,9 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's instructions, as above)."""
+    """(pairs of rows, one list per task; the agent's instructions, to be saved with the policy;
+    None if they are the domain's own).
+    """
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)

@@ -1,1 +1,1 @@
-"""Files that stages exchange: readers of ours, import of trajectories, logs and WebSight rows."""
+"""Files that stages exchange: readers, ranked candidates, import of logs and WebSight rows."""

@@ -214,7 +214,7 @@ def faults_of(row):
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             faults.append(f"{key} of type {type(value).__name__}")
     if type(row.get("sample")) is int and row["sample"] < 0:
-        faults.append(f"sample {row['sample']}, which is no index from 0 up")
+        faults.append(f"sample {row['sample']}, which is below 0")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return [*faults, f"no list of messages, but the keys {keys_of(row)}"]

@@ -1,4 +1,4 @@
-"""Candidates become ranked candidates: one file, which the processes of a script fill together."""
+"""Rank candidates with a critic: the loop over states, and the file that all processes fill."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from runtime.record import open_rows
 def rank_states(args, open_critic, flags, max_length):
     """Write --ranked: the states of --candidates, with advantages from the critic in --output.
 
-    `open_critic(device)` gives the critic. `flags` are its own of --candidates, for the record of
-    the output; `max_length` is what it was trained with.
+    `open_critic(device)` gives the critic. `flags` are flags of the ranking that only this critic
+    has, for the record of the output; `max_length` is the one that it was trained with.
     """
     process = join_processes()
     path = args.ranked or Path(args.output, "ranked.jsonl")

@@ -176,7 +176,7 @@ def what_fits(rows, max_length):
 
 
 def solution_of(task):
-    """The solution, for those who were asked to show it; only logs may lack it."""
+    """The solution, for a critic that reads it. Only logs may lack it, which ends the script."""
     if not task["ground_truth"].strip():
         raise SystemExit(f"task {task.get('task_id')}: found no ground_truth, expected what was"
                          " known only afterwards; add it to the logs, leave out the dialogues that"

@@ -123,7 +123,7 @@ def tabulate(outcomes):
             generator = numpy.random.default_rng(1)
             draws = [draw_counts(generator, len(seeds), DRAWS) for _ in range(2)]
             found = compare(runs(left, seeds), runs(right, seeds), *draws, task_draws)
-            if found:  # None: both have finished no task
+            if found:  # None: no test task was finished in all runs of both
                 differences[f"{left} - {right}"] = found["difference"] | {"seeds": sorted(seeds)}
     return means, differences
 

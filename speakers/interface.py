@@ -41,8 +41,7 @@ class Utterance(NamedTuple):
         said = without_thoughts(self.text)
         if said is None:
             raise SpeakerError("found thoughts that never end, expected words after them; turn the"
-                               " model's thinking off, or raise its token limit (the human's is"
-                               " --human_max_new_tokens)")
+                               " model's thinking off, or raise --human_max_new_tokens for a human")
         return said
 
 

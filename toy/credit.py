@@ -198,16 +198,17 @@ def auc_command(args):
     """Print how true a ranker's advantages are, and add that to a log, such as its training's."""
     states, _ = read_candidates(args.candidates, ranked=True)
     check_world(states, args.candidates)
+    lines = []  # rankers that were not trained have no log
+    if args.metrics and Path(args.metrics).exists():
+        lines = [line for _, line in read_jsonl(args.metrics)]
+    if not all(isinstance(line.get("step"), int) for line in lines):
+        raise SystemExit(f"{args.metrics}: found a line without a step, expected the metrics.jsonl"
+                         " of a training run")
     credits = credits_of(states)
     found = credit_auc(states, credits) | halves_shares(states, credits)
     for name, value in found.items():
         print(f"{name:40s} {value:.4f}")
     if args.metrics:
-        exists = Path(args.metrics).exists()  # rankers that were not trained have no log
-        lines = [line for _, line in read_jsonl(args.metrics)] if exists else []
-        if not all(isinstance(line.get("step"), int) for line in lines):
-            raise SystemExit(f"{args.metrics}: found a line without a step, expected the"
-                             " metrics.jsonl of a training run")
         lines = [line for line in lines if not found.keys() & line.keys()]  # of an earlier ranking
         lines.append({"step": lines[-1]["step"] + 1 if lines else 0} | found)
         write_jsonl(args.metrics, lines)
