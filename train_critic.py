@@ -355,6 +355,7 @@ def train(args):
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps_per_epoch = len(batches) // args.epochs
     steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
+    # resume gives 0, or the step of the last saved state, which it loads
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -379,6 +380,7 @@ def train(args):
                     metrics = critic_objective(model, mine, args.beta, nll=0.0,
                                                normalise=args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
+        # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)

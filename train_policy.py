@@ -357,6 +357,7 @@ def main(args):
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
+    # resume gives 0, or the step of the last saved state, which it loads
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -374,6 +375,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
 
+        # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer, agent_prompt)  # which collect.py gives the policy when it plays

@@ -20,6 +20,7 @@ Letters in shapes: B pairs, R rows, S turns, T tokens.
 import dataclasses
 import sys
 import typing
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -194,6 +195,8 @@ def train(args):
                          " scale them, or train train_critic.py, which only compares them")
     run.refuse_other_data([row.ids for pair in pairs for row in pair])
 
+    # FSDP2 warns of changing a head's output in place, which nothing does here
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if reader.sight:
         model = open_to_train(args, run, vision_value_class(args.model))
     else:
