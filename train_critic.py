@@ -417,8 +417,10 @@ class Critic:
     def advantages(self, task, messages, texts, finished):
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
-        reference_rows = self.candidate_rows(task, messages, texts, finished,
-                                             self.reference_privileged)
+        reference_rows = rows
+        if self.reference_privileged != self.privileged:
+            reference_rows = self.candidate_rows(task, messages, texts, finished,
+                                                 self.reference_privileged)
         if rows is None or reference_rows is None:
             return None
         return self.turn_advantages(rows, reference_rows).sum(1).tolist()  # of one turn each

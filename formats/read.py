@@ -13,6 +13,7 @@ from formats.outcome import leak_share
 from runtime.files import ResumableJsonl, expect, read_jsonl, without_nulls
 
 NUMBER = (int, float)
+MOST_REWARD = 1.000001  # of all but logs; a cosine may round to a little above 1
 TASK_KEYS = {"problem_description": str, "ground_truth": str}
 EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 # these may be missing or null
@@ -90,7 +91,7 @@ def complete_episode(row, where="episode"):
         raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an agent"
                          " turn, expected at least one")
     reward = None if error else expect(row, "reward", NUMBER, where)
-    if not error and not (0 <= reward <= 1.000001 or (domain.logged and is_finite(reward))):
+    if not error and not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
         raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1; only"
                          " logs may have others, which are finite")
     success = None

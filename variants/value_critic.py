@@ -33,7 +33,7 @@ from tqdm import tqdm
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, first_request)
 from formats.ranking import rank_states
-from formats.read import load_episodes, read_candidates, what_fits
+from formats.read import MOST_REWARD, load_episodes, read_candidates, what_fits
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
@@ -189,7 +189,7 @@ def train(args):
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
-    if min(outcomes) < 0 or max(outcomes) > 1.000001:  # as formats/read.py allows
+    if min(outcomes) < 0 or max(outcomes) > MOST_REWARD:
         raise SystemExit(f"{' '.join(args.episodes)}: found rewards from {min(outcomes):g} to"
                          f" {max(outcomes):g}, expected 0 to 1, which a value head can predict;"
                          " scale them, or train train_critic.py, which only compares them")
