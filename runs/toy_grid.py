@@ -4,8 +4,8 @@
 
 Reads: what runs/toy_grid.sh left in ROOT/CELL/SEED, a cell being a world and a number of tasks.
 Prints: a table to paste.
-Writes: runs/out/toy_grid.json, for each cell what runs/toy_seeds.py writes of it. A cell and seed
-that this file already has stay unless ROOT has them, too.
+Writes: ROOT/table.json, or --output: for each cell what runs/toy_seeds.py writes of it. A cell and
+seed that this file already has stay unless ROOT has them, too.
 """
 
 import argparse
@@ -52,8 +52,11 @@ def table(cells):
 def main(args):
     output = args.output or args.root / "table.json"
     cells = json.loads(output.read_text()) if output.exists() else {}
-    for folder in sorted(path for path in args.root.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in args.root.glob("*") if path.is_dir()):
         cells[folder.name] = table_of(folder, cells.get(folder.name, {}))
+    if not cells:
+        raise SystemExit(f"{args.root}: found no cell of the grid, expected the directory of its runs;"
+                         " run runs/toy_grid.sh first")
     print(markdown(table(cells)))
     output.write_text(json.dumps(cells, indent=1) + "\n")
 
