@@ -36,9 +36,9 @@ To change                     edit
 docs/forks has such edits as patches, and says what some of them need elsewhere. Supervised training
 is variants/sft.py.
 
-Code that both trainers share is duplicated, so that each can be read alone. Who knows
-train_critic.py can skip PAIRS, pair_episodes, Row, dialogue_pairs, turn_logprobs, set_reference,
-learning_rate and plan_batches here: tests/test_twins.py keeps the copies equal.
+Code that both trainers share is duplicated, so that each can be read alone. If you know
+train_critic.py, you can skip PAIRS, pair_episodes, Row, dialogue_pairs, turn_logprobs,
+set_reference, learning_rate and plan_batches here: tests/test_twins.py keeps the copies equal.
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws

@@ -26,7 +26,7 @@ leaves nothing behind for the next. System calls are an allow-list (seccomp); La
 files; namespaces and a user of its own are added where the machine allows them. `Judge.status` says
 which protections are active. Other systems have separate processes and limits, nothing else.
 
-Not protected: against bugs of the kernel, side channels, and an answer that special-cases the test
+Not protected against: bugs of the kernel, side channels, and an answer that special-cases the test
 expressions, which it can read, or whose own operators decide a test such as "f(3) > 5". A file has
 at most 8 MB, but only time limits how many an answer writes to its scratch folder, some GB on a
 fast disk, before the folder is removed.

@@ -1,8 +1,8 @@
 """The worker: a clean interpreter that locks itself down once, then forks one child per answer.
 
-judge/handle.py starts it in a process of its own (`main`) and sends it a socket for each job. It
-forks a child, which puts on the last locks, reads the job from that socket, runs the answer's code
-and the tests, and writes one line for each test. The worker itself never reads a job.
+judge/handle.py starts it in a process of its own (`main`) and sends it a socket for each job. The
+worker forks a child, which puts on the last locks, reads the job from that socket, runs the
+answer's code and the tests, and writes one line for each test. The worker itself never reads a job.
 
 Order: the worker's loop; its locks; the child, which runs the tests. A child inherits all that the
 worker has loaded and locked, so nothing here may know tasks, solutions or secrets.

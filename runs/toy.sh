@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SWEET-RL and its baselines on the embedded world, on two CPU cores: collect, critic, policies,
 # test, report. SEED, OUT, TASKS and TEST can be set. FULL=1 has about twice as many tasks (for
-# pages, the same number): docs/measured.md was measured with it. SHORT=1 is a smoke run with few
-# tasks, whatever TASKS and TEST say.
+# pages, the same number): most tables of docs/measured.md were measured with it. SHORT=1 is a smoke
+# run with few tasks, whatever TASKS and TEST say.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh

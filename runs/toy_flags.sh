@@ -11,7 +11,7 @@ if [ -n "${SHORT:-}" ]; then # a smoke run
   TASKS=80
   TEST=20
   TOY=runs/out/short
-elif [ -n "${FULL:-}" ]; then # what the tables of docs/measured.md were measured with
+elif [ -n "${FULL:-}" ]; then # what most tables of docs/measured.md were measured with
   TOY=runs/out/full
 fi
 if [ "$DOMAIN" = backend ]; then

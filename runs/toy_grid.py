@@ -55,8 +55,8 @@ def main(args):
     for folder in sorted(path for path in args.root.glob("*") if path.is_dir()):
         cells[folder.name] = table_of(folder, cells.get(folder.name, {}))
     if not cells:
-        raise SystemExit(f"{args.root}: found no cell of the grid, expected the directory of its runs;"
-                         " run runs/toy_grid.sh first")
+        raise SystemExit(f"{args.root}: found no cell of the grid, expected the directory of its"
+                         " runs; run runs/toy_grid.sh first")
     print(markdown(table(cells)))
     output.write_text(json.dumps(cells, indent=1) + "\n")
 

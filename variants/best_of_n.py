@@ -1,4 +1,4 @@
-r"""Best of N: at each turn the agent's best of N candidates is said (the paper's Figure 3a).
+r"""Best of N: at each turn the agent says the best of N candidates (the paper's Figure 3a).
 
   1. The agent is sampled `--n` times in the state before its turn.            BestOfN.reply
   2. A critic chooses one of them,                                             CriticChoice

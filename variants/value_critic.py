@@ -1,4 +1,4 @@
-r"""A critic with a value head: the regression head of the paper's Table 3, its critic of pages.
+r"""A critic with a value head: the regression head of the paper's Table 3, and its critic of pages.
 
   1. Pairs and held-out tasks are those of train_critic.py.
   2. Each turn predicts the outcome of its dialogue: a linear head at the mean
