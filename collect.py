@@ -242,7 +242,7 @@ def collect_parser(description):
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"
                       " toy:frontend:test, ...")
-    what.add_argument("--states", nargs="+", default=[],
+    what.add_argument("--states", nargs="+", action="extend", default=[],
                       help="episode files; candidates are sampled for their agent turns")
     parser.add_argument("--output", required=True,
                         help="file to write: episodes, or candidates with --states")

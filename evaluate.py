@@ -260,7 +260,7 @@ def parse_args(argv=None):
                         help="the others are compared with the first policy; a NAME given again is"
                         " another seed of it")
     parser.add_argument("--output", required=True,
-                        help="directory for results.json and results.md")
+                        help="directory for results.json and results.md, which are replaced")
     return parser.parse_args(argv)
 
 

@@ -392,7 +392,12 @@ def train(args):
 
 def read_critic_flags(path):
     """What a critic was trained with; exits if this script did not train it."""
-    return read_flags(path, ("privileged", "normalise", "max_length", "model", "lora_rank"))
+    flags = read_flags(path, ("privileged", "normalise", "max_length", "model", "lora_rank"))
+    if flags["privileged"] not in PRIVILEGED or flags["normalise"] not in NORMALISERS:
+        raise SystemExit(f"{path}: found a critic trained with --privileged {flags['privileged']}"
+                         f" and --normalise {flags['normalise']}, expected modes that this script"
+                         " has; rank with the code that trained it")
+    return flags
 
 
 class Critic:
@@ -469,7 +474,7 @@ def rank(args):
 
 def parse_args(argv=None):
     parser = FlagParser(__doc__)
-    parser.add_argument("--episodes", nargs="+", default=[],
+    parser.add_argument("--episodes", nargs="+", action="extend", default=[],
                         help="episode files to train on; omit them to rank with a trained critic")
     parser.add_argument("--model", help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")

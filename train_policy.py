@@ -389,7 +389,8 @@ def parse_args(argv=None):
     parser = FlagParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--candidates", help="ranked candidates: SWEET-RL")
-    source.add_argument("--episodes", nargs="+", help="episode files: multi-turn DPO")
+    source.add_argument("--episodes", nargs="+", action="extend",
+                        help="episode files: multi-turn DPO")
     parser.add_argument("--model", required=True,
                         help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True, help="checkpoint directory to write")

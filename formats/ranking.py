@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from formats.read import read_candidates, state_key
 from runtime.processes import join_processes
-from runtime.record import open_rows
+from runtime.record import edited_since, open_rows, read_run
 
 
 def rank_states(args, open_critic, flags, max_length):
@@ -17,22 +17,26 @@ def rank_states(args, open_critic, flags, max_length):
     """
     process = join_processes()
     path = args.ranked or Path(args.output, "ranked.jsonl")
+    record = Path(args.output, "run.json")
     states, omitted = read_candidates(args.candidates)
     flags = flags | {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
-    inputs = [args.candidates, Path(args.output, "run.json")]
+    inputs = [args.candidates, record]
     # rows are appended one by one, so a killed command goes on where it stopped
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
     jobs = {state_key(state): state for state in states}
     mine = store.missing(jobs)
     if mine:  # a model is loaded only for states that are left to rank
         critic = open_critic(process.device)
-    for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
-        state = jobs[key]
-        advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
-                                       state["finished"])
-        store.append(state | {"advantages": advantages, "ranker": str(args.output)})
+        for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
+            state = jobs[key]
+            advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
+                                           state["finished"])
+            store.append(state | {"advantages": advantages, "ranker": str(args.output)})
     ranked = store.finish(jobs)
     if process.leads:
+        for script in edited_since(read_run(record)):
+            print(f"{args.output}: {script} was edited since this critic was trained; the"
+                  " advantages are those of the code as it is now")
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states ({omitted} failed ones omitted); {too_long}"
               f" have no advantages, being too long for the critic (--max_length {max_length})")

@@ -71,7 +71,8 @@ def parse_args(argv=None):
     parser.prog = "python -m report"
     parser.add_argument("policies", nargs="*", metavar="NAME=EPISODES.jsonl",
                         help="as for evaluate.py; a NAME given again is another seed")
-    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME=METRICS.jsonl",
+    parser.add_argument("--metrics", nargs="+", action="extend", default=[],
+                        metavar="NAME=METRICS.jsonl",
                         help="metrics.jsonl of checkpoints, for training curves")
     parser.add_argument("--critic", help="checkpoint of a critic: its advantages shade the turns"
                         " (of Eq. (3), also where it ranked with --reference plain), and its"

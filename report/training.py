@@ -27,6 +27,8 @@ class Training(typing.NamedTuple):
 
 def read_training(name, path):
     """The run whose metrics these are. One that still writes may end in half a line."""
+    if Path(path).is_dir():
+        raise SystemExit(f"{path}: found a directory, expected a file; give {path}/metrics.jsonl")
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected the metrics.jsonl of a training run,"
                          " which has one from its first step on")

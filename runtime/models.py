@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -38,6 +39,8 @@ def load_part(auto_class, name, path):
         if not os.path.isdir(path):  # both places that were tried
             reason = ("there is no such directory here, and the Hugging Face Hub has no such model,"
                       f" or cannot be reached: {reason}")
+        elif auto_class is transformers.AutoTokenizer and not any(Path(path).glob("*token*")):
+            reason = "there is none in this directory; save that of its model there, too"
         raise SystemExit(f"{path}: could not open {name} ({reason}); expected a Hugging Face name"
                          " or directory") from None
 

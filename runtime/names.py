@@ -53,6 +53,9 @@ def check_checkpoint(path):
     means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
     if folder.parent != Path() and any(folder.parent.glob("*/run.json")):
         means_directory = True
+    if folder.is_file():
+        raise SystemExit(f"{path}: found a file, expected a checkpoint directory or a Hugging Face"
+                         " name")
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
                          " Face name")

@@ -93,10 +93,15 @@ def refuse_other_command(path, before, flags, changed, flag):
                      f" remove {files_of(path)}")
 
 
+def edited_since(run):
+    """The scripts that were edited since the run of this record."""
+    before = run.get("code", {})
+    return [name for name, code in code_of_scripts().items() if before.get(name, code) != code]
+
+
 def refuse_other_code(path, before, flag):
     """Refuse an output that a script made which was edited since."""
-    edited = [name for name, code in code_of_scripts().items()
-              if before.get("code", {}).get(name, code) != code]
+    edited = edited_since(before)
     if edited:
         raise SystemExit(f"{path}: found an output that other code has made, since"
                          f" {', '.join(edited)} was edited; expected the same code, to resume"

@@ -444,6 +444,18 @@ def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
     assert len(read_rows(tmp_path / "ranked")) == 2
 
 
+def test_a_ranking_says_if_the_script_was_edited_since_the_training(trained, tmp_path):
+    candidates = write_candidates(tmp_path / "candidates.jsonl", 1)
+    shutil.copytree(trained / "critic", tmp_path / "critic")
+    for code, told in (({}, False), ({"train_critic.py": "another"}, True)):
+        run = json.loads((trained / "critic/run.json").read_text())
+        run["code"] |= code
+        (tmp_path / "critic/run.json").write_text(json.dumps(run))
+        done = run_script("train_critic.py", "--output", tmp_path / "critic", "--candidates",
+                          candidates, "--ranked", tmp_path / f"ranked_{told}")
+        assert ("train_critic.py was edited since this critic was trained" in done.stdout) == told
+
+
 def test_a_state_that_is_too_long_has_no_advantages(trained):
     critic = Critic(trained / "critic", "cpu")
     assert critic.advantages(TASK, dialogue("t" * 600), ["a"], [True]) is None
@@ -509,8 +521,12 @@ def test_a_policy_or_a_stranger_is_refused_as_critic(trained, tiny, tmp_path):
     run = json.loads((tmp_path / "policy/run.json").read_text())
     del run["flags"]["privileged"]
     (tmp_path / "policy/run.json").write_text(json.dumps(run | {"script": "train_policy.py"}))
+    run = json.loads((trained / "critic/run.json").read_text())
+    run["flags"]["normalise"] = "sqrt"
+    shutil.copytree(trained / "critic", tmp_path / "fork")
+    (tmp_path / "fork/run.json").write_text(json.dumps(run))
     for name, found in (("stranger", "no run.json"), ("policy", "what train_policy.py has trained"),
-                        ("nowhere", "no such directory")):
+                        ("nowhere", "no such directory"), ("fork", "--normalise sqrt, expected")):
         assert found in refusal("train_critic.py", "--output", tmp_path / name,
                                 "--candidates", candidates)
 

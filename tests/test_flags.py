@@ -70,6 +70,13 @@ def test_a_name_that_is_not_utf_8_is_refused_at_once():
         evaluate.parse_args(["p\udcff=episodes.jsonl", "--output", "o"])
 
 
+def test_files_may_follow_one_flag_or_one_flag_each():
+    for files in (["a", "b"], ["a", "--episodes", "b"]):
+        given = ["--model", "m", "--output", "o", "--episodes", *files]
+        assert train_critic.parse_args(given).episodes == ["a", "b"]
+        assert train_policy.parse_args(given).episodes == ["a", "b"]
+
+
 def test_an_abbreviation_is_fine(tmp_path):
     args = collect.parse_args([*SCRIPTS[collect].format(tmp_path).split(), "--num_t", "7"])
     assert args.num_tasks == 7

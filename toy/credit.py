@@ -15,10 +15,13 @@ line to --metrics, the log of a critic's training.
 
 import argparse
 import random
+import sys
 import typing
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import MAX_TURNS, first_request, split_message, without_thoughts
 from formats.read import read_candidates, state_key

@@ -86,7 +86,8 @@ def main(args):
 
 def parse_args(argv=None):
     parser = FlagParser(__doc__)
-    parser.add_argument("--episodes", nargs="+", required=True, help="episode files")
+    parser.add_argument("--episodes", nargs="+", action="extend", required=True,
+                        help="episode files")
     parser.add_argument("--successes", action="store_true",
                         help="learn from successful episodes alone: rejection fine-tuning")
     parser.add_argument("--model", required=True, help="model to start from")

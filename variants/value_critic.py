@@ -299,7 +299,7 @@ def rank(args):
 
 def parse_args(argv=None):
     parser = FlagParser(__doc__)
-    parser.add_argument("--episodes", nargs="+", default=[],
+    parser.add_argument("--episodes", nargs="+", action="extend", default=[],
                         help="episode files to train on; omit them to rank with a trained critic")
     parser.add_argument("--model", help="model to start from")
     parser.add_argument("--output", required=True, help="the critic's checkpoint directory")

@@ -24,6 +24,8 @@ def advantages(state):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
     source, target = sys.argv[1:]
     states, _ = read_candidates(source)
     write_jsonl(target, [state | {"advantages": advantages(state), "ranker": "shortest"}
