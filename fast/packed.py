@@ -14,6 +14,7 @@ Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, R rows, S t
 """
 
 import contextlib
+import inspect
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -101,10 +102,12 @@ def prompt_length(row):
 def can_pack(model):
     """Whether the model uses plain causal attention throughout, so that packing is exact.
 
-    With sliding windows, attention sinks or recurrent layers, each row is computed alone.
+    With sliding windows, attention sinks, recurrent layers or positions that cannot be given, each
+    row is computed alone.
     """
     config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None):
+    counts_by_itself = "position_ids" not in inspect.signature(model.forward).parameters
+    if counts_by_itself or getattr(config, "sliding_window", None):
         return False
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     plain = model.config._attn_implementation == "sdpa" and not model._is_stateful

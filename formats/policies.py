@@ -14,6 +14,8 @@ def named_files(specs):
         if not name or not path:
             raise SystemExit(f"found {spec}, expected NAME=FILE; put a name for tables and charts"
                              " in front of the file")
+        if not name.isprintable():
+            raise SystemExit(f"found the name {name!r}, expected printable characters, for tables")
         pairs.append((name, path))
     return pairs
 

@@ -1,5 +1,7 @@
 """What evaluate.py says of its results: who won, what to beware of, and tables."""
 
+import math
+
 from runtime.text import harmless, with_interval
 
 
@@ -40,7 +42,7 @@ def who_won(results):
         sentences.append(f"On these tasks {second} is better, and that is settled.")
     clauses, level = [], []
     for other in others:
-        if abs(other["difference"]["value"]) < 5e-4:  # 0.0 points
+        if abs(other["difference"]["value"]) < 5e-4 and not other["settled"]:  # 0.0 points
             level.append(other["against"])
             continue
         if is_behind(other):
@@ -161,9 +163,14 @@ def heading(key, results):
 
 
 def scale(key, results):
-    """(what a number is multiplied by, its decimal places)."""
-    factor = results["reward_factor"] if key == "reward" else HEADINGS[key][1]
-    return factor, 3 if key == "reward" and factor == 1 else 1
+    """(what a number is multiplied by, its decimal places); rewards of logs may be tiny."""
+    if key != "reward":
+        return HEADINGS[key][1], 1
+    if results["reward_factor"] != 1:
+        return results["reward_factor"], 1
+    rewards = [policy["numbers"]["reward"] for policy in results["policies"].values()]
+    largest = max((abs(reward["value"]) for reward in rewards if reward), default=0)
+    return 1, max(3, 2 - math.floor(math.log10(largest))) if largest else 3
 
 
 def written(number, key, results, unit="", sign=""):

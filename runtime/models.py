@@ -144,8 +144,9 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
         model, report = model_class.from_pretrained(
             path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
+        reason = str(error).partition("Model type should be one of")[0].strip()  # 200 names follow
         raise SystemExit(
-            f"{path}: could not open the model ({type(error).__name__}: {error}); expected a"
+            f"{path}: could not open the model ({type(error).__name__}: {reason}); expected a"
             " complete checkpoint with safetensors weights; train it again or choose another"
         ) from None
     # a new value head has no weights yet

@@ -252,6 +252,15 @@ def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path,
     assert single["leads"][0]["difference"]["low"] is None and not single["leads"][0]["settled"]
 
 
+def test_tiny_rewards_of_logs_are_told_apart(tmp_path, capsys):
+    evaluated(tmp_path, **{name: [episode(task, reward=reward, domain="logged")
+                                  for task in range(8)]
+                           for name, reward in (("a", 1e-4), ("b", 4e-4), ("c", 2e-4))})
+    printed = capsys.readouterr().out
+    assert printed.startswith("b wins: b reaches 0.000400 [0.000400, 0.000400] (Reward),")
+    assert "b leads a by 0.000300 [" in printed and "level" not in printed
+
+
 # -----------------------------------------------------------------------------
 # Policies
 
