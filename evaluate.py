@@ -265,4 +265,4 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    launch(main, parse_args())
+    launch(main, parse_args(), advice="Rerun the same command.")
