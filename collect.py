@@ -218,8 +218,7 @@ def collect_states(args, process):
 def open_store(args, process, key, inputs, models=()):
     """The output, without earlier rows that failed; the file of another command is refused."""
     return open_rows(args.output, vars(args), inputs, process, key,
-                     models=(args.agent, args.human, *models), may_differ=["batch_size"],
-                     keep=lambda row: not row.get("error"))
+                     models=(args.agent, args.human, *models), may_differ=["batch_size"])
 
 
 def main(args):

@@ -9,6 +9,7 @@ import importlib.machinery
 import re
 import sys
 
+from formats.read import read_tasks
 from judge.sandbox import SECOND_LINES, check_solutions
 from runtime.files import read_jsonl
 from runtime.text import harmless
@@ -18,9 +19,9 @@ READ = {"task_id", "domain", "problem_description", "ground_truth", "hidden_info
         "test_cases", "toy"}  # keys of a task that some stage reads
 
 
-def check_tasks(path, tasks, profile, require_protection):
-    """Print the table for the tasks of the file `path`; return whether all can be solved in full.
-    """
+def check_tasks(path, profile, require_protection):
+    """Print the table for a file of tasks; return whether all can be solved in full."""
+    tasks = read_tasks(path)
     others = {task["domain"] for task in tasks} - {"backend"}
     if others:
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"

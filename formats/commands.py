@@ -4,7 +4,6 @@ import argparse
 
 from formats.check import check_tasks
 from formats.logs import import_command
-from formats.read import read_tasks
 from formats.websight import websight
 from runtime.processes import launch
 
@@ -39,8 +38,7 @@ def main(description, argv=None):
 
 def run_command(args):
     if args.command == "check":
-        tasks = read_tasks(args.tasks)
-        if not check_tasks(args.tasks, tasks, args.judge, args.require_protection):
+        if not check_tasks(args.tasks, args.judge, args.require_protection):
             raise SystemExit(1)  # the table above says why
     elif args.command == "import":
         import_command(args)

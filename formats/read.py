@@ -152,10 +152,10 @@ def load_episodes(paths):
                          " each once")
     for path in paths:
         found = read_episodes(path, tasks)
-        offset = {task_id: next_sample.get(task_id, 0) for task_id in group_by_task(found)}
+        offset = dict(next_sample)  # after the files before this one
         for episode in found:
             task_id = episode["task"]["task_id"]
-            episode["sample"] += offset[task_id]
+            episode["sample"] += offset.get(task_id, 0)
             next_sample[task_id] = max(next_sample.get(task_id, 0), episode["sample"] + 1)
         episodes += found
     one_domain([episode["task"] for episode in episodes])

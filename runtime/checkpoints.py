@@ -46,7 +46,6 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
                 shutil.rmtree(output / path.name, ignore_errors=True)
             os.replace(path, output / path.name)
         partial.rmdir()
-    process.barrier()
 
 
 def trained_parameters(model):

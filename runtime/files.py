@@ -108,20 +108,18 @@ class ResumableJsonl:
     network file systems cannot append to one file from several machines. The leader merges them: at
     the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
     all that an unfinished run left, of whatever number of ranks. A finished FILE stays until its
-    first new row. Rows for which `keep(row)` is false (failed ones) are dropped, to be made again.
+    first new row. Rows with an `error` are dropped, to be made again.
     """
 
-    def __init__(self, path, key, process, keep=lambda row: True):
+    def __init__(self, path, key, process):
         self.path, self.key, self.process = Path(path), key, process
         self.part = Path(f"{path}.rank{process.rank}")
         self.lock = threading.Lock()  # threads append rows
-        if process.leads:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.parts(path):
-                rows = [row for row in self.whole_rows(path) if keep(row)]
-                self._merge({key(row): row for row in rows}.values(), self.part)
+        if process.leads and self.parts(path):
+            rows = [row for row in self.whole_rows(path) if not row.get("error")]
+            self._merge({key(row): row for row in rows}.values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
-        self.rows = {key(row): row for row in self.whole_rows(path) if keep(row)}
+        self.rows = {key(row): row for row in self.whole_rows(path) if not row.get("error")}
         process.barrier()  # nobody appends before all have read
 
     def missing(self, keys):

@@ -18,6 +18,7 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 # The file of A and B in a checkpoint directory, beside the merged weights. It is not named
@@ -120,9 +121,7 @@ def has_matrices(path):
 
 def read_matrices(path):
     """[(name of a layer, A, alpha / rank B)] of a checkpoint directory, the innermost first."""
-    from safetensors.torch import load_file
-
-    matrices = load_file(str(Path(path, MATRICES)))
+    matrices = load_file(Path(path, MATRICES))
     names = {name.removesuffix(".down") for name in matrices if name.endswith(".down")}
     return [(name, matrices[f"{name}.down"], matrices[f"{name}.up"])
             for name in sorted(names, key=len, reverse=True)]
@@ -146,13 +145,13 @@ def load_matrices(model, path):
     return model
 
 
-def take_apart(model, path, dtype):
-    """A model of merged fp32 weights as the frozen weights, in `dtype`, and matrices. In place."""
+def take_apart(model, path):
+    """A model of merged fp32 weights as the frozen weights, in bf16, and matrices. In place."""
     matrices = [(name.partition(".base")[0], down, up) for name, down, up in read_matrices(path)]
     for name, down, up in matrices:
         model.get_submodule(name).weight.data -= up @ down
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay exact
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.bfloat16()
     for name, down, up in matrices:
         attach(model, name, down, up).earlier = True
     return model

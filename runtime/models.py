@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from runtime.lora import (
     WithoutMatrices, add_matrices, has_matrices, load_matrices, take_apart)
@@ -122,8 +123,6 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
     Unless `move` is true, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
     weights with the matrices beside them, unless `merged` is true.
     """
-    import safetensors
-
     check_checkpoint(path)
     # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
     # plans anew for each length
@@ -143,7 +142,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
     try:
         model, report = model_class.from_pretrained(
             path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = str(error).partition("Model type should be one of")[0].strip()  # 200 names follow
         raise SystemExit(
             f"{path}: could not open the model ({type(error).__name__}: {reason}); expected a"
@@ -157,7 +156,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
             f"{path}: weights do not fit config.json (first of them: {first}); expected a"
             " checkpoint of one architecture; train it again or choose another")
     if apart:
-        model = take_apart(model, path, torch.bfloat16)
+        model = take_apart(model, path)
     elif dtype != stored:  # one by one, so that ranks never hold copies of the whole model
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device if move else "cpu", getattr(torch, dtype))

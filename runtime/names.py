@@ -54,8 +54,8 @@ def check_checkpoint(path):
     if folder.parent != Path() and any(folder.parent.glob("*/run.json")):
         means_directory = True
     if folder.is_file():
-        raise SystemExit(f"{path}: found a file, expected a checkpoint directory or a Hugging Face"
-                         " name")
+        raise SystemExit(f"{path}: no such directory; found a file, expected a checkpoint directory"
+                         " or a Hugging Face name")
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
                          " Face name")

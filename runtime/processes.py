@@ -90,10 +90,8 @@ def end_with_parent(number):
             raise SystemExit("torchrun has ended")
 
 
-RESUMES = "What was finished is on disk; rerun the same command to resume."
-
-
-def launch(main, args, advice=RESUMES):
+def launch(main, args,
+           advice="What was finished is on disk; rerun the same command to resume."):
     """Run a script's `main`; what stops it from outside becomes a sentence with this advice."""
     # shells start background jobs with SIGINT ignored, so it is set here, too
     for signal_number in (signal.SIGTERM, signal.SIGINT):

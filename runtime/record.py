@@ -129,8 +129,7 @@ def files_of(record):
     return f"the directory {output}" if output.is_dir() else f"{output}*"
 
 
-def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=lambda row: True,
-              flag="--output"):
+def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), flag="--output"):
     """A ResumableJsonl whose record of the command is PATH.run.json; `models` are inputs, too."""
     record = Path(f"{path}.run.json")
     if ResumableJsonl.files(path) and not record.is_file():
@@ -138,7 +137,7 @@ def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), keep=
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
     claim_output(record, flags, [*inputs, *records(*models)], process, may_differ, flag)
-    return ResumableJsonl(path, key, process, keep)
+    return ResumableJsonl(path, key, process)
 
 
 def code_of_scripts():
@@ -226,8 +225,7 @@ def changes_since(before, flags, hashes, may_differ):
             grown = True
         elif new != old and not server_moved(name, before["flags"], flags):
             changed.append(name if name in before["flags"] else f"{name} (a new flag)")
-    names = hashes | before["inputs"]  # the run.json of a model may have come or gone
-    for name in names:
+    for name in hashes | before["inputs"]:  # the run.json of a model may have come or gone
         if hashes.get(name) != before["inputs"].get(name):
             both = name in hashes and name in before["inputs"]
             changed.append(f"{name} (its content)" if both else name)
@@ -257,7 +255,7 @@ def has_output(record):
 def records(*checkpoints):
     """The records of the checkpoints that these scripts trained: a retrained one is a new input."""
     paths = [Path(checkpoint, "run.json") for checkpoint in checkpoints if checkpoint]
-    return [str(path) for path in paths if path.is_file()]
+    return [path for path in paths if path.is_file()]
 
 
 def read_run(path):

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from runtime.checkpoints import (
     is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
-from runtime.files import write_atomically
+from runtime.files import ResumableJsonl, write_jsonl
 from runtime.flags import COST_FLAGS
 from runtime.processes import join_processes
 from runtime.record import RESUME, claim_output, records
@@ -152,20 +152,15 @@ class Run:
         if self.process.leads:
             # nothing may open the checkpoint of fewer steps any more
             (self.output / "config.json").unlink(missing_ok=True)
-            self._cut_log(start)
+            if self.log_file.exists():  # steps after the state are taken again
+                rows = ResumableJsonl.whole_rows(self.log_file)
+                write_jsonl(self.log_file, [row for row in rows if row["step"] < start])
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar)
         self.began = time.perf_counter()
         self.handlers = {number: signal.signal(number, self._stop_after_step)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         return start
-
-    def _cut_log(self, start):
-        """Remove the lines of the steps that will be taken again."""
-        if self.log_file.exists():
-            lines = [line for line in self.log_file.read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line)["step"] < start]
-            write_atomically(self.log_file, "".join(line + "\n" for line in kept))
 
     def _stop_after_step(self, signal_number, frame):
         if self.stopping:
@@ -224,17 +219,18 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         save_checkpoint(self.output, model, tokenizer, agent_prompt, self.process)
-        if self.process.leads and self.last == self.planned:
-            if (self.output / RESUME).is_dir():
-                (self.output / RESUME).rename(self.output / f"{RESUME}.done")  # never half a state
-            remove_leftovers(self.output)
-        self.process.barrier()
         if self.process.leads:
+            state = self.output / RESUME
+            if self.last == self.planned:
+                if state.is_dir():
+                    state.rename(self.output / f"{RESUME}.done")  # never half a state
+                remove_leftovers(self.output)
             print(f"{self.output}: the checkpoint{self._last_metrics()}")
-            state = [path.stat().st_size for path in (self.output / RESUME).glob("*")]
-            if state:
-                print(f"{self.output / RESUME}: the state from which a larger --max_steps goes on"
-                      f" ({sum(state) / 1e9:.2g} GB)")
+            if state.is_dir():
+                size = sum(path.stat().st_size for path in state.iterdir())
+                print(f"{state}: the state from which a larger --max_steps goes on"
+                      f" ({size / 1e9:.2g} GB)")
+        self.process.barrier()
 
     def _last_metrics(self):
         """The last step's numbers, and a warning if its margins show that the model hardly moved.

@@ -264,7 +264,7 @@ def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(tmp_
 
 
 def store(path):
-    return ResumableJsonl(path, lambda row: row["key"], ALONE, lambda row: not row.get("error"))
+    return ResumableJsonl(path, lambda row: row["key"], ALONE)
 
 
 def names(folder):
