@@ -121,12 +121,9 @@ class DevTools:
         devtools.call("Page.navigate", url="file:///tmp/page.html")
         devtools.call("Runtime.evaluate", expression="1 + 1")["result"]["value"]
 
-    call          sends a command, handles the events that arrive meanwhile, returns the result
-    send          sends a command without waiting for its answer
-    wait          waits for one message
     on_event      is called with each event {"method", "params"}
     session       is the page that commands are for, None for Chromium itself
-    set_deadline  limits the time of all that follows; it has to be called first
+    set_deadline  has to be called first
 
     A failure of any kind is a PageError.
     """

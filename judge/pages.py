@@ -104,9 +104,7 @@ class PageJudge:
     def __init__(self, clip=None):
         """`clip`: a CLIP model; None: the paper's; "none": the embedded similarity instead."""
         self.browser = Browser()
-        self.clip = None
-        if clip != "none":
-            self.clip = ClipReward(clip or PAPERS_CLIP)
+        self.clip = None if clip == "none" else ClipReward(clip or PAPERS_CLIP)
         self.lock = threading.Lock()
         # every turn of a dialogue shows the human the same solution page
         self.draw = functools.lru_cache(256)(self.browser.render)
@@ -164,7 +162,6 @@ class ClipReward:
             raise SystemExit(f"{name}: found no weights {first}, expected all of a CLIP model;"
                              " choose another --clip")
         self.model = model.to(device).eval()
-        self.device = device
         # all answers to a task are compared with the same solution
         self.embed_solution = functools.lru_cache(256)(self._embed)
 
@@ -178,7 +175,7 @@ class ClipReward:
 
         pixels = self.processor(images=[open_picture(png)], return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
-            outputs = self.model.vision_model(pixel_values=pixels.to(self.device))
+            outputs = self.model.vision_model(pixel_values=pixels.to(self.model.device))
             projected = self.model.visual_projection(outputs.pooler_output)[0]  # (dimension,)
             return torch.nn.functional.normalize(projected.float(), dim=0)
 

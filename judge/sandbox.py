@@ -144,10 +144,9 @@ class Judge:
         for _ in range(count):
             self.workers.add(Worker())  # they start side by side
         self.status = dict.fromkeys((*REQUIRED, *SECOND_LINES), False)
-        for worker in self.workers:
-            self.status |= worker.ready()
         self.idle = queue.SimpleQueue()
         for worker in self.workers:
+            self.status |= worker.ready()
             self.idle.put(worker)
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="judge")
 
@@ -181,14 +180,8 @@ class Judge:
             self.run_solution(task, profile)
         expected = dict(zip(tests, self.expected[key], strict=True))
 
-        usable = []
-        reasons = {}
-        for name in tests:
-            if is_value(expected[name]) and expected[name] != NOTHING:
-                usable.append(name)
-                reasons[name] = "no code"
-            else:
-                reasons[name] = SOLUTION_FAILED
+        usable = [name for name in tests if is_value(expected[name]) and expected[name] != NOTHING]
+        reasons = dict.fromkeys(tests, SOLUTION_FAILED) | dict.fromkeys(usable, "no code")
         if code and usable:
             expressions = [tests[name] for name in usable]
             most = self.max_timeouts if profile == "fixed" else None
@@ -205,12 +198,9 @@ class Judge:
         if len(tasks) != len(answers):
             raise ValueError(f"found {len(answers)} answers to {len(tasks)} tasks, expected one"
                              " answer to each task")
-        unknown = {}
-        for task in tasks:
-            key = self.key(task, profile)
-            if key not in self.expected:
-                unknown[key] = task
-        list(self.threads.map(lambda task: self.run_solution(task, profile), unknown.values()))
+        distinct = {self.key(task, profile): task for task in tasks}
+        unknown = [task for key, task in distinct.items() if key not in self.expected]
+        list(self.threads.map(lambda task: self.run_solution(task, profile), unknown))
         return list(
             self.threads.map(lambda task, answer: self.grade(task, answer, profile), tasks, answers)
         )
@@ -262,18 +252,15 @@ class Judge:
     ) -> list[str]:
         """What came out of each test; a child that ended early is followed by one for the rest."""
         outcomes = []
-        timeouts = 0
         while len(outcomes) < len(tests):
             left = tests[len(outcomes):]
-            if timeouts == max_timeouts:
+            if outcomes.count("timed out") == max_timeouts:
                 return outcomes + ["timed out"] * len(left)
             job = json.dumps({"code": code, "tests": left, "profile": profile}).encode()
             finished, ending = worker.run(job, len(left), seconds)
             outcomes += finished
             if ending:  # the test after those that finished is the one that ended the child
                 outcomes.append(ending)
-            if ending == "timed out":
-                timeouts += 1
         return outcomes
 
 

@@ -185,11 +185,8 @@ class Canonical:
     def fields(self, value, kind: type, depth: int) -> list[str]:
         """The fields of a dataclass that its `==` compares."""
         names = [entry.name for entry in kind.__dataclass_fields__.values() if entry.compare]
-        written = []
-        for name in names:
-            if hasattr(value, name):  # some exist as arguments of __init__ alone
-                written.append(f"{name}={self.text(getattr(value, name), depth)}")
-        return written
+        return [f"{name}={self.text(getattr(value, name), depth)}" for name in names
+                if hasattr(value, name)]  # some exist as arguments of __init__ alone
 
 
 NOTHING = describe(None)  # a solution that returns None has failed

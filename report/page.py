@@ -154,7 +154,8 @@ def true_credits(episode):
 def add_screenshots(episodes, browser):
     @functools.cache  # many episodes share a solution page
     def draw(html):
-        return thumbnail(browser.picture(html)) if html else None
+        png = browser.picture(html) if html else None
+        return thumbnail(png) if png else None
 
     for episode in episodes:
         pages = {
@@ -168,9 +169,7 @@ def add_screenshots(episodes, browser):
 
 
 def thumbnail(png):
-    """A small copy of a screenshot in base64; None for a page that could not be drawn."""
-    if png is None:
-        return None
+    """A small copy of a screenshot in base64."""
     image = open_picture(png)
     image.thumbnail((THUMBNAIL, 3 * THUMBNAIL))
     small = io.BytesIO()
@@ -201,15 +200,13 @@ def episode_record(name, seed_index, episode):
         "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
         "reward": episode["reward"], "reasons": texts, "leak": episode["leak"],
         "leaking": episode["leak"] >= LEAK, "answer": episode["answer"],
-        "dialogue": dialogue, "advantages": finite(episode.get("advantages")),
+        "dialogue": dialogue, "advantages": finite(episode.get("advantages") or []),
         "credits": episode.get("credits") or [], "heldOut": bool(episode.get("held_out")),
     }
 
 
 def finite(values):
     """The values with None for each NaN and infinity, which JSON does not have."""
-    if values is None:
-        return []
     return [None if isinstance(value, float) and not math.isfinite(value) else value
             for value in values]
 

@@ -7,10 +7,7 @@ from train_policy import state_pairs
 
 
 def write_pairs(args):
-    """Pairs in the conversational form of TRL; `finished` says which side was not cut.
-
-    `finished` and `advantages` are of the chosen and of the rejected candidate.
-    """
+    """Write pairs as TRL takes them; `finished` (not cut) and `advantages` are of both sides."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     rows = []
     for state in states:

@@ -37,15 +37,14 @@ def table(cells):
     rows = [["likely details", "tasks", *POLICIES.values(),
              "SWEET-RL minus rejection fine-tuning", "AUC with, without the solution"]]
     for name in sorted(cells, key=cell_of):
-        means, differences, aucs = (cells[name][key]
-                                    for key in ("means", "differences", "credit_auc"))
-        auc = []
+        cell, auc = cells[name], []
         for policy in ("sweet", "sweet_no_privileged"):
-            found = [seed["credit_auc/all"] for seed in aucs[policy].values()]
+            found = [seed["credit_auc/all"] for seed in cell["credit_auc"][policy].values()]
             auc.append(f"{sum(found) / len(found):.3f}")
         rows.append([*map(str, cell_of(name)),
-                     *(with_interval(means[policy], 100) for policy in POLICIES),
-                     with_interval(differences["sweet - rft"], 100, sign="+"), ", ".join(auc)])
+                     *(with_interval(cell["means"][policy], 100) for policy in POLICIES),
+                     with_interval(cell["differences"]["sweet - rft"], 100, sign="+"),
+                     ", ".join(auc)])
     return rows
 
 

@@ -25,13 +25,14 @@ def fill(store, keys, work, speakers, in_flight):
     """
     waiting = (key for key in store.missing(keys)
                if not any(speaker.given_up for speaker in speakers))
-    with Progress(store.rows.values(), len(keys), store.process) as progress:
+    progress = Progress(store.rows.values(), len(keys), store.process)
 
-        def work_and_keep(key):  # in a thread of its own: a kill loses nothing that was finished
-            row = work(key, progress.turn)
-            store.append(row)
-            progress.row(row)
+    def work_and_keep(key):  # in a thread of its own: a kill loses nothing that was finished
+        row = work(key, progress.turn)
+        store.append(row)
+        progress.row(row)
 
+    with progress.bar:
         for _ in run(work_and_keep, waiting, in_flight):
             pass  # the threads have stored their rows
     if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
@@ -44,7 +45,7 @@ def fill(store, keys, work, speakers, in_flight):
 class Outcome:
     """Mean success and mean reward of rows, where they have them, and how many rows failed."""
 
-    def __init__(self, rows=()):
+    def __init__(self, rows):
         self.counts = Counter()
         for row in rows:
             self.add(row)
@@ -69,12 +70,6 @@ class Progress:
         self.lock, self.outcome, self.turns = threading.Lock(), Outcome(rows), 0
         self.step = process.world  # the other ranks are about as fast
         self.bar = tqdm(total=total, initial=len(rows), miniters=0, **process.bar)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.bar.close()
 
     def turn(self):
         with self.lock:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 
 import numpy
@@ -84,9 +85,8 @@ class LocalSpeaker(Speaker):
             return requests[index].n, len(prompts[index]), requests[index].seed
 
         fitting = [index for index, ids in enumerate(prompts) if len(ids) < self.context]
-        indices = sorted(fitting, key=order)
-        for n in sorted({requests[index].n for index in indices}):
-            same_n = [index for index in indices if requests[index].n == n]
+        fitting.sort(key=order)
+        for n, same_n in itertools.groupby(fitting, lambda index: requests[index].n):
             for batch in in_batches(same_n, prompts, max(1, self.batch_size // n)):
                 samples = self._answer([requests[index] for index in batch],
                                        [prompts[index] for index in batch], n)
@@ -258,10 +258,8 @@ def stop_tokens(model, tokenizer):
 
 def uniform_numbers(seeds, n, length):
     """The random numbers of n samples for each seed, (n x seeds, length); each has its stream."""
-    streams = []
-    for seed in seeds:
-        for index in range(n):
-            streams.append(numpy.random.default_rng(derive_seed(seed, index)).random(length))
+    streams = [numpy.random.default_rng(derive_seed(seed, index)).random(length)
+               for seed in seeds for index in range(n)]
     return torch.from_numpy(numpy.stack(streams))
 
 

@@ -172,18 +172,15 @@ class ServerSpeaker(Speaker):
                 return json.loads(read_within(response, timeout))
         except urllib.error.HTTPError as error:
             with error:
-                reason = f"HTTP {error.code}: {self._detail(error)}"
+                detail = error.read(1 << 16).decode(errors="replace")
+            detail = " ".join(detail.split())  # pages of proxies have many lines
+            reason = f"HTTP {error.code}: {self._shown(detail)}"
             permanent = error.code == 501  # some servers say so where others say 404
             if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
                 raise Unavailable(reason, retry_after(error)) from None
             if error.code in WRONG_ADDRESS_STATUS:
                 raise WrongAddress(reason) from None
             raise SpeakerError(reason, refused=error.code in REFUSED_STATUS) from None
-
-    def _detail(self, error):
-        """The beginning of an error's body."""
-        detail = error.read(1 << 16).decode(errors="replace")
-        return self._shown(" ".join(detail.split()))  # pages of proxies have many lines
 
     def _shown(self, text):
         """A server's words for a message, without the API key, which some servers repeat."""

@@ -1,6 +1,7 @@
 """Vision-language models in this process: the human of pages, who compares two screenshots."""
 
 import base64
+import itertools
 import re
 
 import torch
@@ -105,10 +106,9 @@ class VisionSpeaker(Speaker):
     """
 
     def __init__(self, path, settings):
-        self.device = settings.device or default_device()
         self.processor = load_processor(path)
-        self.model = load_model(
-            path, self.device, "AutoModelForImageTextToText", settings.dtype).eval()
+        self.model = load_model(path, settings.device or default_device(),
+                                "AutoModelForImageTextToText", settings.dtype).eval()
         self.temperature = settings.temperature
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size
@@ -132,17 +132,14 @@ class VisionSpeaker(Speaker):
         for start in range(0, len(conversations), self.batch_size):
             end = start + self.batch_size
             utterances += self._generate(conversations[start:end], uniform[start:end])
-        answers, start = [], 0
-        for request in requests:
-            answers.append(utterances[start:start + request.n])
-            start += request.n
-        return answers
+        said = iter(utterances)
+        return [list(itertools.islice(said, request.n)) for request in requests]
 
     @torch.inference_mode()
     def _generate(self, conversations, uniform):
         """One Utterance for each conversation; uniform (R, max_new_tokens)."""
         inputs = picture_inputs(self.processor, conversations)
-        inputs = inputs.to(self.device, self.model.dtype)
+        inputs = inputs.to(self.model.device, self.model.dtype)
         width = inputs["input_ids"].shape[1]
 
         def force_picked(ids, logits):

@@ -258,11 +258,9 @@ def hidden_inputs(choice, draw):
     expected = [apply_clauses(choice, text) for text in texts]
     for index, (detail, option) in enumerate(choice):
         before, after = choice[:index], choice[index + 1:]
-        variants = [before + after]
-        for other in range(NUM_OPTIONS):
-            if other != option:
-                variants.append(before + ((detail, other),) + after)
-        for variant in variants:
+        replaced = [before + ((detail, other),) + after
+                    for other in range(NUM_OPTIONS) if other != option]
+        for variant in [before + after, *replaced]:
             if [apply_clauses(variant, text) for text in texts] == expected:
                 return None
     return texts

@@ -56,8 +56,7 @@ def frontend_task(split, index):
     topic, *words = pages[index * 997 % len(pages)]
     choice = dict(zip(SLOTS, words, strict=True))
     draw = random.Random(f"{split}{index}")
-    num_stated = draw.choice([0, 1, 2])
-    stated = draw.sample(sorted(choice), num_stated)
+    stated = draw.sample(sorted(choice), draw.choice([0, 1, 2]))
     request = f"make a page for a {topic} ."
     if stated:
         wishes = " ".join(f"{choice[slot]} {slot}" for slot in stated)
@@ -123,9 +122,8 @@ def frontend_demonstrator(task, messages, draw, informed=False):
     wanted = choice_of(task["ground_truth"]) if informed else {}
     last_words = messages[-1]["content"]
     last = last_page(messages)
-    choice = {}
-    for slot, word in choice_of(last).items():
-        choice[slot] = word or draw.choice(list(SLOTS[slot]))
+    choice = {slot: word or draw.choice(list(SLOTS[slot]))
+              for slot, word in choice_of(last).items()}
     plan = []
     for slot, words in SLOTS.items():
         wish = wish_in(last_words, slot) or wanted.get(slot)
