@@ -24,8 +24,7 @@ To change                      edit
     what a task is             DOMAINS
     the tokens of a dialogue   encode_dialogue; what is dropped if it is long: encode_within
     the loop of a dialogue     play in collect.py
-formats/read.py reads files and checks every line. `import colbench` needs only the standard
-library.
+formats/read.py reads files and checks every line.
 """
 
 import base64
@@ -159,7 +158,7 @@ def agent_view(episode):
     return messages, [history[index].get("finished") is not False for index in turns]
 
 
-def first_request(messages):
+def request_index(messages):
     """The index of the first user message; a system message may stand before it."""
     return next(index for index, message in enumerate(messages) if message["role"] == "user")
 
@@ -227,9 +226,8 @@ def image_part(png):
 
 
 class Domain(typing.NamedTuple):
-    """A kind of task. To add one, write an entry of DOMAINS; every stage takes it.
-
-    A flag of its judge goes into `collect_parser` (collect.py), too.
+    """A kind of task. To add one, write an entry of DOMAINS; every stage takes it. A flag of its
+    judge goes into `collect_parser` (collect.py), too.
 
     The agent sees the task's `problem_description` and nothing else of it. The human's prompt may
     hold any text field of the task as a {placeholder}.
@@ -321,7 +319,7 @@ def succeeded(episode):
 # Token ids of a dialogue, and which agent turn each belongs to
 
 
-def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
+def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
     """Token ids of a dialogue, and for each the index of its agent turn (-1: not an agent token).
 
     A turn is its text and, when finished, its end-of-turn token. The prompt before it and the turn
@@ -331,12 +329,13 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
         <u> hi </> <a> hello </> <u> more </> <a> some
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
-    The ids end with a generation prompt if the last message is not the agent's. `prompt` forces
-    one, since in logs an agent may speak twice in a row. Turns beyond `finished` are finished.
+    The ids end with a generation prompt if the last message is not the agent's, or if
+    `generation_prompt` asks for one: in logs, an agent may speak twice in a row. Turns beyond
+    `finished` are finished.
     """
     end_id, end_text = end_of_turn(tokenizer)
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if prompt or messages[-1]["role"] != "assistant":
+    if generation_prompt or messages[-1]["role"] != "assistant":
         starts.append(len(messages))  # of the turn that is still to be said
     ids, turn_index = [], []
     rendered = ""  # what these ids say
@@ -362,23 +361,24 @@ def encode_dialogue(tokenizer, messages, finished=(), prompt=False):
     return ids, turn_index
 
 
-def encode_within(tokenizer, messages, max_length, finished=(), prompt=False):
+def encode_within(tokenizer, messages, max_length, finished=(), generation_prompt=False):
     """(ids, turn_index, dropped) of a dialogue in at most `max_length` tokens.
 
     A longer one loses its oldest turns, each with the reply to it, never part of a turn; `dropped`
     is their number. None if the last turn does not fit.
     """
-    head = first_request(messages) + 1  # instructions and request always stay
+    head = request_index(messages) + 1  # instructions and request always stay
     roles = [message["role"] for message in messages]
-    # Drop none, one, two ... of the oldest turns until the rest fits; a prompt may lose all of them
+    # Where the rest that stays may begin: at once, or at a later turn; before a generation prompt,
+    # no turn has to stay
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
-    if prompt or roles[-1] != "assistant":
+    if generation_prompt or roles[-1] != "assistant":
         starts.append(len(messages))
     for start in starts:
         dropped = roles[head:start].count("assistant")
         ids, turn_index = encode_dialogue(tokenizer, messages[:head] + messages[start:],
-                                          finished[dropped:], prompt)
+                                          finished[dropped:], generation_prompt)
         if len(ids) <= max_length:
             return ids, turn_index, dropped
     return None
@@ -392,11 +392,12 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
     the policy does not learn to stop there.
     """
     turns = turn_ids(tokenizer, texts, finished)
-    encoded = encode_within(tokenizer, messages, max_length - max(map(len, turns)), prompt=True)
+    room = max_length - max(map(len, turns))
+    encoded = encode_within(tokenizer, messages, room, generation_prompt=True)
     if encoded is None:
         return None
-    ids, _, dropped = encoded
-    return [(ids + turn, [-1] * len(ids) + [0] * len(turn), dropped) for turn in turns]
+    prompt, _, dropped = encoded
+    return [(prompt + turn, [-1] * len(prompt) + [0] * len(turn), dropped) for turn in turns]
 
 
 # -----------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     def ask(speaker, messages):
         key = (task["task_id"], sample)
         seed = derive_seed(rules.seed, *key, len(history))
-        # `task` is for scripted speakers; models read only the messages
+        # models read only the messages; `task` is for scripts, and `key` finds a model's cache
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
@@ -120,16 +120,12 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     }
 
 
-def episode_key(episode):
-    return episode["task"]["task_id"], episode["sample"]
-
-
 # -----------------------------------------------------------------------------
 # Candidates in the states of episodes
 
 
 def states_of(episodes):
-    """Every agent turn as a state, with what the agent saw before it."""
+    """Every agent turn, counted from 0, as a state: what the agent saw before it."""
     for episode in episodes:
         history, prompt = episode["dialogue_history"], prompt_of_episode(episode)
         turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
@@ -173,11 +169,15 @@ def candidates(state, agent, n, seed):
 # The run
 
 
+def episode_key(episode):
+    return episode["task"]["task_id"], episode["sample"]
+
+
 def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()):
     """Play what `args.output` lacks; returns all episodes, on the leader.
 
-    A variant gives another `open_agent`, the checkpoints that it loads (`models`), and `notes` for
-    every episode.
+    variants/best_of_n.py gives another `open_agent`, the checkpoints that it loads (`models`), and
+    `notes`, fields of every episode.
     """
     # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)

@@ -120,10 +120,9 @@ def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
     If all tasks end alike, the bootstrap has no width. With `limits`, Wilson's interval takes its
-    place, also for a single task. For n successes in n tasks it is [1 - u, 1] with
-    u = z² / (n + z²): as if a share u of the tasks were unseen, and had the least possible value at
-    the low end, the greatest at the high end. Without limits, the width stays 0, and a single task
-    has no interval.
+    place, also for a single task: a share u = z² / (n + z²) of the n tasks counts as unseen, with
+    the least possible value at the low end, the greatest at the high end. (After n successes, this
+    is [1 - u, 1].) Without limits, the width stays 0, and a single task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}
@@ -147,11 +146,11 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     ours, theirs, task_draws = ours[:, shared], theirs[:, shared], task_draws[:, shared]
     gaps = ours.mean(0) - theirs.mean(0)  # (T,)
     drawn_gaps = our_draws @ ours / len(ours) - their_draws @ theirs / len(theirs)  # (D, T)
-    points, drawn_points = win_points(gaps), win_points(drawn_gaps)
     count = len(gaps)
     if limits is not None:
         limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
     gap_bounds = bounds(drawn_means(drawn_gaps * task_draws, task_draws), count, limits)
+    points, drawn_points = win_points(gaps), win_points(drawn_gaps)
     rate_bounds = bounds(drawn_means(drawn_points * task_draws, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)

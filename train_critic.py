@@ -28,7 +28,7 @@ line:
 
 To change                  edit
     the loss               critic_loss; critic_objective, which calls it, for the NLL term
-    what the loss knows    Row, dialogue_row
+    inputs of the loss     fields of Row, which dialogue_row fills in
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes, PAIRS
     what the critic reads  PRIVILEGED, critic_messages
@@ -59,7 +59,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from colbench import agent_view, encode_candidates, encode_within, first_request, succeeded
+from colbench import agent_view, encode_candidates, encode_within, request_index, succeeded
 from formats.ranking import rank_states
 from formats.read import group_by_task, load_episodes, read_candidates, solution_of, what_fits
 from runtime.flags import FlagParser
@@ -105,7 +105,7 @@ def critic_loss(chosen, rejected, beta):
 PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 
 
-def pair_episodes(group, rule="best_vs_rest", margin=0.0):
+def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one,
@@ -113,15 +113,15 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
-        best = max(group, key=lambda episode: episode["reward"])
+        best = max(episodes, key=lambda episode: episode["reward"])
         failed = best["success"] is False  # None: there are no tests (pages, logs)
         better = [] if failed else [best]
-        worse = group
+        worse = episodes
     elif rule == "success_vs_failure":
-        better = [episode for episode in group if succeeded(episode)]
-        worse = [episode for episode in group if not succeeded(episode)]
+        better = [episode for episode in episodes if succeeded(episode)]
+        worse = [episode for episode in episodes if not succeeded(episode)]
     elif rule == "all":
-        better, worse = group, group
+        better, worse = episodes, episodes
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
     # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
@@ -133,12 +133,9 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
+# toy/base has learnt to read the solution in these words only
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
-
-# An entry may show any field of the task. Both dialogues of a pair must show the same, or the
-# critic learns the difference in what is shown, not in the turns. toy/base has learnt to read the
-# solution in these words only.
-PRIVILEGED = {  # name -> what stands in front of the request, from the task
+PRIVILEGED = {  # name -> what stands in front of the request; it may show any field of the task
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=solution_of(task)),
     "none": lambda task: "",
 }
@@ -146,9 +143,9 @@ PRIVILEGED = {  # name -> what stands in front of the request, from the task
 
 def critic_messages(task, messages, privileged="ground_truth"):
     """What critic and reference read: the agent's messages, the solution c before the request."""
-    first = first_request(messages)
-    content = PRIVILEGED[privileged](task) + messages[first]["content"]
-    return messages[:first] + [{"role": "user", "content": content}] + messages[first + 1:]
+    index = request_index(messages)
+    content = PRIVILEGED[privileged](task) + messages[index]["content"]
+    return messages[:index] + [{"role": "user", "content": content}] + messages[index + 1:]
 
 
 @dataclasses.dataclass(eq=False)  # compared and hashed by identity, so a row can be a dict key
@@ -170,10 +167,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """The number of tokens before the last turn. Batches are sorted by it.
-
-        Rows of similar length need little padding. The candidates of a state have the same number,
-        so they stay together.
+        """The number of tokens before the last turn. Batches are sorted by it: rows of similar
+        length need little padding, and the candidates of a state, which share it, stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -184,8 +179,8 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
-    encoded = encode_within(tokenizer, messages, max_length, finished)
-    return Row(*encoded) if encoded else None
+    fields = encode_within(tokenizer, messages, max_length, finished)  # of Row
+    return Row(*fields) if fields else None
 
 
 def dialogue_pairs(episodes, rule, margin):
@@ -231,19 +226,20 @@ def critic_objective(model, pairs, beta, nll, normalise):
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
     margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), logged whatever the loss
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
-    token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
-    return {"loss": critic_loss(chosen, rejected, beta) + nll * token_nll,
-            "accuracy": margin > 0, "margin": margin, "nll": token_nll}
+    chosen_nll = row_nll[:len(pairs)]  # (B,)
+    return {"loss": critic_loss(chosen, rejected, beta) + nll * chosen_nll,
+            "accuracy": margin > 0, "margin": margin, "nll": chosen_nll}
 
 
 def set_reference(model, rows, run, rows_at_once):
     """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    with run.scoring(model):  # without gradients; the processes share the rows
+    with run.scoring(model):  # without gradients
+        # the processes share the rows; "reference" is the name of the progress bar
         logprobs = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
-                           "reference")  # (S,) each, padded
-    for row, of_turns in zip(rows, logprobs, strict=True):
-        row.reference = of_turns[:row.turns]
+                           "reference")
+    for row, padded in zip(rows, logprobs, strict=True):  # (S,) each
+        row.reference = padded[:row.turns]
 
 
 # -----------------------------------------------------------------------------
@@ -327,7 +323,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # a larger --max_steps trains this critic on: what it ranked before is out of date
+    # a larger --max_steps continues a training: what its critic has ranked is out of date
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # with .run.json, .rank0, ...
 
     # 1. pairs of rows; some tasks are held out
@@ -340,9 +336,8 @@ def train(args):
             f" ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
-    # a row may be in several pairs, and counts once; all processes must have read the same rows
-    rows = list(dict.fromkeys(row for pair in pairs for row in pair))
-    run.refuse_other_data([row.ids for row in rows])
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
+    run.refuse_other_data([row.ids for row in rows])  # all processes must have read the same
 
     # 2. the critic. Until run.resume, below, its weights are those of pi_ref, so no second model is
     # needed. Its dropout is 0; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
@@ -362,9 +357,9 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # `weight` is 1 in a single process. FSDP takes the mean of the processes' gradients, and
-        # `weight`, their number, makes it a sum. All must run as many forwards: one that has no
-        # pair left repeats one, with weight 0
+        # `mine` are this process's pairs. FSDP takes the mean of the processes' gradients, and
+        # `weight`, the number of processes, makes it a sum; it is 0 where a process has no pair
+        # left and repeats one, since all must run equally many forwards
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -377,8 +372,7 @@ def train(args):
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
-                    metrics = critic_objective(model, mine, args.beta, nll=0.0,
-                                               normalise=args.normalise)
+                    metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
         # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
@@ -412,9 +406,8 @@ class Critic:
             raise ValueError(f"found reference {reference!r}, expected privileged or plain")
         flags = read_critic_flags(path)
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
-        # plain, as in the official ranking: the reference does not see the solution
-        self.reference_privileged = "none" if reference == "plain" else self.privileged
         self.normalise = flags["normalise"]
+        self.plain_reference = reference == "plain"
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -423,23 +416,19 @@ class Critic:
         """One advantage per text, as the next turn after `messages`; None if they are too long."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
         reference_rows = rows
-        if self.reference_privileged != self.privileged:
-            reference_rows = self.candidate_rows(task, messages, texts, finished,
-                                                 self.reference_privileged)
+        if self.plain_reference:  # as in the official ranking: it does not see the solution
+            reference_rows = self.candidate_rows(task, messages, texts, finished, "none")
         if rows is None or reference_rows is None:
             return None
-        return self.turn_advantages(rows, reference_rows).sum(1).tolist()  # of one turn each
+        advantages = self.turn_advantages(rows, reference_rows)  # (R, 1); (R, 0) if all are empty
+        return advantages.sum(1).tolist()
 
     def candidate_rows(self, task, messages, texts, finished, privileged):
         """The rows of candidates; None if they do not fit."""
         messages = critic_messages(task, messages, privileged)
         texts = [text.strip() for text in texts]  # as in the dialogues that the critic has read
         encoded = encode_candidates(self.tokenizer, messages, texts, finished, self.max_length)
-        return [Row(*row) for row in encoded] if encoded else None
-
-    def dialogue_row(self, episode):
-        """The row of an episode, for the report; None if its last turn does not fit."""
-        return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
+        return [Row(*fields) for fields in encoded] if encoded else None
 
     @torch.no_grad()
     def turn_advantages(self, rows, reference_rows=None):
@@ -454,6 +443,10 @@ class Critic:
                              " --ranked, without --episodes")
         return advantages
 
+    def dialogue_row(self, episode):
+        """The row of an episode, for the report; None if its last turn does not fit."""
+        return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
+
 
 def rank(args):
     """Give each candidate of --candidates its advantage: `Critic.advantages` of every state."""
@@ -465,6 +458,7 @@ def rank(args):
     def open_critic(device):
         return Critic(args.output, device, args.dtype, args.reference)
 
+    # the flag is for the record of the output, the length for a message
     rank_states(args, open_critic, {"reference": args.reference}, trained_with["max_length"])
 
 

@@ -26,7 +26,7 @@ Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
     the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term
-    what the loss knows       Row; candidate_pairs and dialogue_row, which make the rows
+    inputs of the loss        fields of Row, which candidate_pairs and dialogue_row fill in
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, PAIRINGS
     the pairs of episodes     pair_episodes, PAIRS
@@ -112,7 +112,7 @@ def state_pairs(state, pairing, pairs_per_state, seed):
 PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 
 
-def pair_episodes(group, rule="best_vs_rest", margin=0.0):
+def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
     best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one,
@@ -120,15 +120,15 @@ def pair_episodes(group, rule="best_vs_rest", margin=0.0):
     `all` pairs any two episodes of different reward.
     """
     if rule == "best_vs_rest":
-        best = max(group, key=lambda episode: episode["reward"])
+        best = max(episodes, key=lambda episode: episode["reward"])
         failed = best["success"] is False  # None: there are no tests (pages, logs)
         better = [] if failed else [best]
-        worse = group
+        worse = episodes
     elif rule == "success_vs_failure":
-        better = [episode for episode in group if succeeded(episode)]
-        worse = [episode for episode in group if not succeeded(episode)]
+        better = [episode for episode in episodes if succeeded(episode)]
+        worse = [episode for episode in episodes if not succeeded(episode)]
     elif rule == "all":
-        better, worse = group, group
+        better, worse = episodes, episodes
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
     # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
@@ -160,10 +160,8 @@ class Row:
 
     @property
     def last_turn_start(self):
-        """The number of tokens before the last turn. Batches are sorted by it.
-
-        Rows of similar length need little padding. The candidates of a state have the same number,
-        so they stay together.
+        """The number of tokens before the last turn. Batches are sorted by it: rows of similar
+        length need little padding, and the candidates of a state, which share it, stay together.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -183,7 +181,7 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         if encoded is None:
             too_long += len(pairs)
             continue
-        rows = {index: Row(*row) for index, row in zip(used, encoded, strict=True)}
+        rows = {index: Row(*fields) for index, fields in zip(used, encoded, strict=True)}
         pairs_of_states.append([(rows[chosen], rows[rejected]) for chosen, rejected in pairs])
     return pairs_of_states, too_long
 
@@ -193,8 +191,8 @@ def dialogue_row(tokenizer, episode, max_length):
     last turn does not fit, it is None.
     """
     messages, finished = agent_view(episode)
-    encoded = encode_within(tokenizer, messages, max_length, finished)
-    return Row(*encoded) if encoded else None
+    fields = encode_within(tokenizer, messages, max_length, finished)  # of Row
+    return Row(*fields) if fields else None
 
 
 def dialogue_pairs(episodes, rule, margin):
@@ -240,20 +238,21 @@ def dpo_objective(model, pairs, beta, nll):
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
     margin = beta * (chosen - rejected)  # as in Eq. (4), logged whatever the loss
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
-    token_nll = row_nll[:len(pairs)]  # of the chosen, (B,)
-    return {"loss": dpo_loss(chosen, rejected, beta) + nll * token_nll,
-            "accuracy": margin > 0, "margin": margin, "nll": token_nll,
+    chosen_nll = row_nll[:len(pairs)]  # (B,)
+    return {"loss": dpo_loss(chosen, rejected, beta) + nll * chosen_nll,
+            "accuracy": margin > 0, "margin": margin, "nll": chosen_nll,
             "chosen_reward": beta * chosen}  # DPO's implicit reward
 
 
 def set_reference(model, rows, run, rows_at_once):
     """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    with run.scoring(model):  # without gradients; the processes share the rows
+    with run.scoring(model):  # without gradients
+        # the processes share the rows; "reference" is the name of the progress bar
         logprobs = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
-                           "reference")  # (S,) each, padded
-    for row, of_turns in zip(rows, logprobs, strict=True):
-        row.reference = of_turns[:row.turns]
+                           "reference")
+    for row, padded in zip(rows, logprobs, strict=True):  # (S,) each
+        row.reference = padded[:row.turns]
 
 
 # -----------------------------------------------------------------------------
@@ -290,9 +289,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's instructions, to be saved with the policy;
-    None if they are the domain's own).
-    """
+    """(pairs of rows, one list per state; the agent's instructions, None for the domain's own)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
@@ -311,9 +308,7 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's instructions, to be saved with the policy;
-    None if they are the domain's own).
-    """
+    """(pairs of rows, one list per task; the agent's instructions, None for the domain's own)."""
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
@@ -343,9 +338,8 @@ def main(args):
     read_pairs = read_candidate_pairs if args.candidates else read_episode_pairs
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
-    # a row may be in several pairs, and counts once; all processes must have read the same rows
-    rows = list(dict.fromkeys(row for pair in pairs for row in pair))
-    run.refuse_other_data([row.ids for row in rows])
+    rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
+    run.refuse_other_data([row.ids for row in rows])  # all processes must have read the same
 
     # 2. the policy. Until run.resume, below, its weights are those of pi_ref, so no second model is
     # needed. Its dropout is 0; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
@@ -364,9 +358,9 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # `weight` is 1 in a single process. FSDP takes the mean of the processes' gradients, and
-        # `weight`, their number, makes it a sum. All must run as many forwards: one that has no
-        # pair left repeats one, with weight 0
+        # `mine` are this process's pairs. FSDP takes the mean of the processes' gradients, and
+        # `weight`, the number of processes, makes it a sum; it is 0 where a process has no pair
+        # left and repeats one, since all must run equally many forwards
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

@@ -238,7 +238,7 @@ def with_opening(text, opened):
 def encode_prompt(tokenizer, messages):
     """Token ids of a prompt. Unlike training, sampling accepts a template that does not nest."""
     try:
-        return encode_dialogue(tokenizer, messages, prompt=True)[0]
+        return encode_dialogue(tokenizer, messages, generation_prompt=True)[0]
     except UnnestedTemplate:
         return tokenizer.encode(render(tokenizer, messages), add_special_tokens=False)
 

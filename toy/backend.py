@@ -10,7 +10,7 @@ import functools
 import random
 import re
 
-from colbench import first_request
+from colbench import request_index
 from formats.read import complete_task
 from judge.sandbox import ANSWER_MARKER
 from runtime.seeds import derive_seed
@@ -343,7 +343,7 @@ def guessing_backend_demonstrator(task, messages, draw):
 
 def read_request(messages):
     """The number of needed details that a request names."""
-    request = messages[first_request(messages)]["content"]
+    request = messages[request_index(messages)]["content"]
     found = re.search(r"makes the \w+ label by (\w+) rules", request)
     numbers = {word: number for number, word in NUMBERS.items()}
     if found is None or found[1] not in numbers:

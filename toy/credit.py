@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from colbench import MAX_TURNS, first_request, split_message, without_thoughts
+from colbench import MAX_TURNS, request_index, split_message, without_thoughts
 from formats.read import read_candidates, state_key
 from judge.sandbox import grade
 from runtime.files import as_jsonl, read_jsonl, write_jsonl, write_new
@@ -88,7 +88,7 @@ def credits_of(states):
 def credits_of_state(state):
     """The true credit of each candidate of a state."""
     task, messages = state["task"], state["messages"]
-    history = messages[first_request(messages):]
+    history = messages[request_index(messages):]
     max_turns = state.get("max_turns") or MAX_TURNS
     credits = {}
     for text in dict.fromkeys(state["candidates"]):

@@ -5,7 +5,7 @@ import itertools
 import random
 import re
 
-from colbench import OUTPUT_MARKER, first_request
+from colbench import OUTPUT_MARKER, request_index
 from judge.pages import extract_html, last_page
 from judge.sandbox import ANSWER_MARKER
 
@@ -158,7 +158,7 @@ def wish_in(text, slot):
 
 def page_topic(messages):
     """The topic that a request names."""
-    request = messages[first_request(messages)]["content"]
+    request = messages[request_index(messages)]["content"]
     for topic in PAGE_TOPICS:
         if topic in request:
             return topic

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from colbench import DOMAINS, first_request, image_part
+from colbench import DOMAINS, image_part, request_index
 from judge.browser import Browser
 from judge.pages import solution_page
 from runtime.models import load_config
@@ -38,7 +38,7 @@ class Sight:
         They show the solution before the request. Rows keep the function and not its result: the
         pixels of all tasks at once would fill the memory.
         """
-        opening = messages[:first_request(messages) + 1]
+        opening = messages[:request_index(messages) + 1]
         return functools.partial(self.read, json.dumps([task, opening]))  # a key of the cache
 
     def _read(self, seen):

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from colbench import (
-    DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, first_request)
+    DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
 from formats.ranking import rank_states
 from formats.read import MOST_REWARD, load_episodes, read_candidates, what_fits
 from runtime.flags import FlagParser
@@ -93,7 +93,7 @@ class Reader:
             # place of the first `text_length` ids of the text
             seen, opening = messages, self.sight.opening_reader(task, messages)
             opening_ids = opening()["input_ids"][0].tolist()
-            first = messages[:first_request(messages) + 1]
+            first = messages[:request_index(messages) + 1]
             text_length = len(encode_dialogue(self.tokenizer, first)[0])
         else:
             seen, opening = critic_messages(task, messages, self.privileged), None
