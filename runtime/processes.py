@@ -98,6 +98,7 @@ def launch(main, args,
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         main(args)
+        sys.stdout.flush()
         leave_processes()
     except KeyboardInterrupt:
         sys.stdout.flush()
