@@ -369,8 +369,8 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     """
     head = request_index(messages) + 1  # instructions and request always stay
     roles = [message["role"] for message in messages]
-    # Where the rest that stays may begin: at once, or at a later turn; before a generation prompt,
-    # no turn has to stay
+    # Where what stays may begin: right after the head, or at a later turn; before a generation
+    # prompt, even after the last turn
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
     if generation_prompt or roles[-1] != "assistant":

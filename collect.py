@@ -82,7 +82,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     def ask(speaker, messages):
         key = (task["task_id"], sample)
         seed = derive_seed(rules.seed, *key, len(history))
-        # models read only the messages; `task` is for scripts, and `key` finds a model's cache
+        # models read only the messages; `task` is for scripts, `key` lets a model keep its cache
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:

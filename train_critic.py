@@ -135,7 +135,9 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
 
 # toy/base has learnt to read the solution in these words only
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
-PRIVILEGED = {  # name -> what stands in front of the request; it may show any field of the task
+# An entry may show any field of the task. Both dialogues of a pair must show the same, or the
+# critic learns what differs in it
+PRIVILEGED = {  # name -> what stands in front of the request
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=solution_of(task)),
     "none": lambda task: "",
 }
@@ -179,8 +181,8 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
-    fields = encode_within(tokenizer, messages, max_length, finished)  # of Row
-    return Row(*fields) if fields else None
+    fields = encode_within(tokenizer, messages, max_length, finished)
+    return Row(*fields) if fields else None  # ids, turn_index, dropped
 
 
 def dialogue_pairs(episodes, rule, margin):
@@ -372,7 +374,8 @@ def train(args):
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
-                    metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
+                    metrics = critic_objective(model, mine, args.beta, nll=0.0,
+                                               normalise=args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
         # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})

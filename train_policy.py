@@ -191,8 +191,8 @@ def dialogue_row(tokenizer, episode, max_length):
     last turn does not fit, it is None.
     """
     messages, finished = agent_view(episode)
-    fields = encode_within(tokenizer, messages, max_length, finished)  # of Row
-    return Row(*fields) if fields else None
+    fields = encode_within(tokenizer, messages, max_length, finished)
+    return Row(*fields) if fields else None  # ids, turn_index, dropped
 
 
 def dialogue_pairs(episodes, rule, margin):

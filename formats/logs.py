@@ -64,7 +64,7 @@ def import_command(args):
     if unknown:
         print(f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
               " all of them, or --privileged none.")
-    differ = sum(len({episode["task"]["ground_truth"] for episode in group} - {""}) > 1
+    differ = sum(len({episode["task"]["ground_truth"].strip() for episode in group} - {""}) > 1
                  for group in by_task.values())
     if differ:
         print(f"Tasks whose dialogues differ in ground_truth: {differ} of {len(by_task)}. A critic"

@@ -23,6 +23,10 @@ def rank_states(args, open_critic, flags, max_length):
     inputs = [args.candidates, record]
     # rows are appended one by one, so a killed command goes on where it stopped
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
+    for script in edited_since(read_run(record)):
+        if process.leads:
+            print(f"{args.output}: {script} was edited since this critic was trained; the"
+                  " advantages are those of the code as it is now")
     jobs = {state_key(state): state for state in states}
     mine = store.missing(jobs)
     if mine:  # a model is loaded only for states that are left to rank
@@ -34,9 +38,6 @@ def rank_states(args, open_critic, flags, max_length):
             store.append(state | {"advantages": advantages, "ranker": str(args.output)})
     ranked = store.finish(jobs)
     if process.leads:
-        for script in edited_since(read_run(record)):
-            print(f"{args.output}: {script} was edited since this critic was trained; the"
-                  " advantages are those of the code as it is now")
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states ({omitted} failed ones omitted); {too_long}"
               f" have no advantages, being too long for the critic (--max_length {max_length})")

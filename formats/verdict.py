@@ -40,9 +40,10 @@ def who_won(results):
                      f" {lead['sign_test_p']:.2g}."]
     if is_behind(lead):
         sentences.append(f"On these tasks {second} is better, and that is settled.")
+    factor, digits = scale(results["metric"], results)
     clauses, level = [], []
     for other in others:
-        if abs(other["difference"]["value"]) < 5e-4 and not other["settled"]:  # 0.0 points
+        if abs(factor * other["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
             level.append(other["against"])
             continue
         if is_behind(other):
@@ -170,7 +171,8 @@ def scale(key, results):
         return results["reward_factor"], 1
     rewards = [policy["numbers"]["reward"] for policy in results["policies"].values()]
     largest = max((abs(reward["value"]) for reward in rewards if reward), default=0)
-    return 1, max(3, 2 - math.floor(math.log10(largest))) if largest else 3
+    digits = 2 - math.floor(math.log10(largest)) if largest else 3
+    return 1, min(100, max(3, digits))  # 100: a browser writes no more
 
 
 def written(number, key, results, unit="", sign=""):

@@ -41,7 +41,7 @@ def load_part(auto_class, name, path):
             reason = ("there is no such directory here, and the Hugging Face Hub has no such model,"
                       f" or cannot be reached: {reason}")
         elif auto_class is transformers.AutoTokenizer and not any(Path(path).glob("*token*")):
-            reason = "there is none in this directory; save that of its model there, too"
+            reason = f"it has no file named *token*; save the tokenizer there, too: {reason}"
         raise SystemExit(f"{path}: could not open {name} ({reason}); expected a Hugging Face name"
                          " or directory") from None
 

@@ -44,6 +44,9 @@ def check_checkpoint(path):
     could have an organisation of that name, is not asked then.
     """
     folder = Path(path)
+    if folder.is_file():
+        raise SystemExit(f"{path}: no such directory, but a file; expected a checkpoint directory"
+                         " or a Hugging Face name")
     if folder.is_dir() and not (folder / "config.json").is_file():
         if (folder / "run.json").is_file():
             hint = "its training has not finished, or it was refused: give its command again"
@@ -53,9 +56,6 @@ def check_checkpoint(path):
     means_directory = str(path).startswith((".", "/")) or str(path).count("/") > 1
     if folder.parent != Path() and any(folder.parent.glob("*/run.json")):
         means_directory = True
-    if folder.is_file():
-        raise SystemExit(f"{path}: no such directory; found a file, expected a checkpoint directory"
-                         " or a Hugging Face name")
     if means_directory and not folder.is_dir():
         raise SystemExit(f"{path}: no such directory; expected a checkpoint directory or a Hugging"
                          " Face name")

@@ -98,7 +98,7 @@ def launch(main, args,
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         main(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # a closed pipe shows here, not at the exit
         leave_processes()
     except KeyboardInterrupt:
         sys.stdout.flush()

@@ -152,7 +152,8 @@ class Run:
         if self.process.leads:
             # nothing may open the checkpoint of fewer steps any more
             (self.output / "config.json").unlink(missing_ok=True)
-            if self.log_file.exists():  # steps after the state are taken again
+            # steps after the state are taken again; a kill may have left half a line
+            if self.log_file.exists():
                 rows = ResumableJsonl.whole_rows(self.log_file)
                 write_jsonl(self.log_file, [row for row in rows if row["step"] < start])
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long

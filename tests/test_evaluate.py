@@ -259,6 +259,11 @@ def test_tiny_rewards_of_logs_are_told_apart(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("b wins: b reaches 0.000400 [0.000400, 0.000400] (Reward),")
     assert "b leads a by 0.000300 [" in printed and "level" not in printed
+    evaluated(tmp_path, **{name: [episode(task, reward=reward, domain="logged")
+                                  for task, reward in enumerate(rewards)]
+                           for name, rewards in (("a", [4e-4] * 8), ("b", [3e-3, *[1e-4] * 7]),
+                                                 ("c", [0.0, 5e-4] * 4))})
+    assert "b leads c by 0.000212 [" in capsys.readouterr().out  # not settled, and not level
 
 
 # -----------------------------------------------------------------------------

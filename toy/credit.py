@@ -15,13 +15,10 @@ line to --metrics, the log of a critic's training.
 
 import argparse
 import random
-import sys
 import typing
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from colbench import MAX_TURNS, request_index, split_message, without_thoughts
 from formats.read import read_candidates, state_key
