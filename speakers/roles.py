@@ -8,6 +8,7 @@ from formats.read import one_domain, read_tasks
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
 from runtime.names import check_spec, is_scripted, is_server
+from runtime.record import read_run
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
 from speakers.pool import JudgeElsewhere
@@ -60,6 +61,10 @@ def complete_flags(args, tasks, process):
     trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
     if args.agent_prompt is None and trained_with.is_file():
         args.agent_prompt = str(trained_with)  # recorded: another text must not resume this output
+    record = Path(args.agent, "run.json")
+    if record.is_file() and "privileged" in read_run(record)["flags"] and process.leads:
+        print(f"{args.agent}: found a critic, which was trained with the solution in front; as the"
+              " agent, usually a policy plays, or the critic's --model")
     if all("toy" in task for task in tasks):  # also in a file
         args.human = args.human or "scripted"
         if domain.pages:

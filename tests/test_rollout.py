@@ -184,6 +184,17 @@ def test_a_checkpoint_with_other_instructions_does_not_resume_an_output(tiny, tm
     assert read_episodes(tmp_path / "e.jsonl")[0]["agent_prompt"] == "Prompt A"
 
 
+def test_a_critic_that_plays_is_named(tiny, tmp_path):
+    for number, flags in enumerate(({}, {"privileged": "ground_truth"})):
+        agent = tmp_path / f"{number}"
+        shutil.copytree(tiny(), agent)
+        write_rows(agent / "run.json", [{"flags": flags, "inputs": {}}])
+        done = run_script("collect.py", "--tasks", "toy:backend:test", "--num_tasks", 1, "--agent",
+                          agent, "--max_turns", 1, "--max_new_tokens", 4, "--samples_per_task", 1,
+                          "--output", f"{agent}.jsonl")
+        assert ("found a critic" in done.stdout) == bool(flags)
+
+
 # -----------------------------------------------------------------------------
 # Candidates
 
