@@ -106,7 +106,8 @@ def complete_episode(row, where="episode"):
     if "leak" not in row:
         defaults["leak"] = leak_share(task, history)
     episode = defaults | row
-    episode |= {"task": task, "reward": reward, "success": success, "turns": turns, "error": error}
+    episode |= {"task": task, "reward": reward, "success": success, "turns": turns, "error": error,
+                "reasons": {test: str(reason) for test, reason in episode["reasons"].items()}}
     if episode["sample"] < 0 or not 0 <= episode["leak"] <= 1:
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
                          " expected an index from 0 up and a share between 0 and 1")

@@ -194,11 +194,10 @@ def episode_record(name, seed_index, episode):
         if output.strip() != message["content"].strip():
             record["output"] = output
         dialogue.append(record)
-    texts = {test: str(reason) for test, reason in episode["reasons"].items()}
     return {
         "id": f"{name}/{task_id}/{sample}", "policy": name, "sample": sample,
         "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
-        "reward": episode["reward"], "reasons": texts, "leak": episode["leak"],
+        "reward": episode["reward"], "reasons": episode["reasons"], "leak": episode["leak"],
         "leaking": episode["leak"] >= LEAK, "answer": episode["answer"],
         "dialogue": dialogue, "advantages": finite(episode.get("advantages") or []),
         "credits": episode.get("credits") or [], "heldOut": bool(episode.get("held_out")),

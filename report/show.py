@@ -70,7 +70,7 @@ def counted_reasons(reasons):
     """Such as "7 passed; 2 wrong (test3, test5); 1 timed out (test9)"."""
     tests_of = {}
     for test, reason in reasons.items():
-        tests_of.setdefault(str(reason), []).append(test)
+        tests_of.setdefault(reason, []).append(test)
     parts = []
     for reason, tests in tests_of.items():
         part = f"{len(tests)} {reason}"
