@@ -45,9 +45,9 @@ OUTPUT_MARKER = "OUTPUT:"  # pages: the agent's plan stands before it, the human
 
 
 def split_message(task, text, last_turn):
-    """(what the human reads, the answer or None), from one agent message without its thoughts.
+    """An agent message, without its thoughts, as (what the human reads, the answer or None).
 
-    The answer stands after ANSWER_MARKER ("I WANT TO ANSWER:"), up to the next marker if there is
+    The answer follows ANSWER_MARKER ("I WANT TO ANSWER:") and ends at the next marker, if there is
     one. If the last turn lacks the marker, its whole message is the answer.
     """
     content = without_thoughts(text) or ""
@@ -77,7 +77,7 @@ def without_thoughts(text):
 # -----------------------------------------------------------------------------
 # What each party sees
 
-# {max_turns} is filled in. With --max_turns 1, the prompts for one turn take their place
+# {max_turns} is filled in. With --max_turns 1, the ONE_TURN prompts replace the other two
 BACKEND_AGENT_PROMPT = (
     "You help a person who needs a Python function. The person has details in mind that the request"
     " leaves out. Each message of yours is either one short question about such a detail, or your"
@@ -153,7 +153,7 @@ def agent_view(episode):
     """(messages, finished): what the agent saw and said; whether each turn ended by itself."""
     history = episode["dialogue_history"]
     turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
-    # up to the last turn: what follows it, as in some logs, the agent did not answer
+    # cut after the last turn: in some logs, messages follow that the agent did not answer
     messages = agent_messages(history[:turns[-1] + 1], prompt_of_episode(episode))
     return messages, [history[index].get("finished") is not False for index in turns]
 
@@ -181,10 +181,10 @@ def human_messages(task, history, prompt, judge=None):
 
 
 def human_page_view(task, history, prompt, judge):
-    """What the human of a page sees: the request, the agent's last message, both screenshots.
+    """What the human of a frontend task sees: the prompt, the agent's message, both screenshots.
 
-    `judge.picture` draws a page. A screenshot is None where there is no page, or where it could
-    not be drawn.
+    `judge.picture` draws a page. A sentence replaces a screenshot where there is no page, or where
+    it could not be drawn.
     """
     shown, wanted = last_page(history), solution_page(task["ground_truth"])
     agent_png, solution_png = judge.picture(shown) if shown else None, judge.picture(wanted)
@@ -237,16 +237,16 @@ class Domain(typing.NamedTuple):
     human_prompt: str
     # open_judge(**flags) opens the judge, a context manager. Many threads may call its
     # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success (True,
-    # False, or None without tests), reasons ({test: "passed" or why not}). None for logs, whose
-    # rewards come with the dialogues
+    # False, or None without tests), reasons ({test: "passed" or why not}). open_judge is None for
+    # logs, whose rewards come with the dialogues
     open_judge: typing.Callable | None
     # (task, history, prompt, judge) -> what the human reads
     human_view: typing.Callable = human_messages
     graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
     one_turn_prompt: str | None = None  # replaces agent_prompt where a dialogue has one turn
-    # checks and tidies the fields that only this domain has
+    # complete(task, where) checks the fields that only this domain has, and tidies them in place
     complete: typing.Callable = lambda task, where: None
-    reply_chars: int = 400  # most characters of a human reply; the rest is cut off
+    reply_chars: int = 400  # human replies are cut to this many characters
     human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
     # True: a reward of 1 is a success, less is a failure. False: episodes have only a reward
     has_success: bool = True
@@ -330,8 +330,8 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
     The ids end with a generation prompt if the last message is not the agent's, or if
-    `generation_prompt` asks for one: in logs, an agent may speak twice in a row. Turns beyond
-    `finished` are finished.
+    `generation_prompt` asks for one: in logs, an agent may speak twice in a row. Turns for which
+    `finished` has no entry count as finished.
     """
     end_id, end_text = end_of_turn(tokenizer)
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -369,7 +369,7 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     """
     head = request_index(messages) + 1  # instructions and request always stay
     roles = [message["role"] for message in messages]
-    # Where what stays may begin: right after the head, or at a later turn; before a generation
+    # Where the kept part may start after the head: at once, or at any later turn; with a generation
     # prompt, even after the last turn
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]

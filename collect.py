@@ -3,8 +3,8 @@ r"""Collect episodes: an agent talks to a simulated human, a judge grades its an
   1. Each task is played `--samples_per_task` times.                             play
   2. `--batch_size` dialogues run at a time, a thread for each; a local model
      answers all that wait for it as one batch.                                  speakers/pool.py
-  3. With `--states EPISODES`, nothing is played: in states of these episodes, the
-     agent gives `--num_candidates` candidates each, for a critic to rank.       candidates
+  3. With `--states EPISODES`, nothing is played: in each state chosen from these
+     episodes, `--num_candidates` candidates are sampled, for a critic to rank.  candidates
 
     python collect.py --tasks toy:backend:train --num_tasks 500 --samples_per_task 6 \
         --agent toy/base --output episodes.jsonl
@@ -64,7 +64,7 @@ class Rules(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}; "" means no instructions
     human_prompt: str
     max_turns: int
-    reply_chars: int | None  # most characters of a human reply; None: the domain's number
+    reply_chars: int | None  # human replies are cut to this length; None: to the domain's
     seed: int
 
 
@@ -72,7 +72,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     """One dialogue, from the request to the reward; returns the episode.
 
     Sampling is seeded by task, sample and turn, so dialogues do not affect each other. An error
-    ends this dialogue and no other. `on_turn` moves a progress bar.
+    ends only this dialogue, and is noted in its episode. `on_turn` is called after each agent turn.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
@@ -154,7 +154,7 @@ def choose_states(episodes, fraction, states_per_task, seed):
 
 
 def candidates(state, agent, n, seed):
-    """The state with n candidates, sampled from the agent."""
+    """The state with n candidates sampled from the agent, or with the error that prevented them."""
     # "candidates" keeps this seed apart from the dialogue's
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
@@ -216,7 +216,7 @@ def collect_states(args, process):
 
 
 def open_store(args, process, key, inputs, models=()):
-    """The output, without earlier rows that failed; the file of another command is refused."""
+    """The output as a ResumableJsonl, without failed rows; another command's file is refused."""
     return open_rows(args.output, vars(args), inputs, process, key,
                      models=(args.agent, args.human, *models), may_differ=["batch_size"])
 
@@ -272,7 +272,7 @@ def collect_parser(description):
     parser.add_argument("--human_model", needs="tasks",
                         help="name of the human's model on a server")
     parser.add_argument("--human_prompt", needs="tasks",
-                        help="file with the human's instructions; {hidden_information}, its own"
+                        help="file with the human's instructions; {hidden_information},"
                         " {problem_description} and other text fields of the task are filled in"
                         " (default: the domain's own)")
     parser.add_argument("--human_temperature", type=float, least=0, needs="tasks", default=0.0,
@@ -280,9 +280,9 @@ def collect_parser(description):
     parser.add_argument("--human_max_new_tokens", type=int, least=1, needs="tasks", default=1024,
                         help="token limit of one human message, its thoughts included")
     parser.add_argument("--max_turns", type=int, least=1, needs="tasks", default=MAX_TURNS,
-                        help="most agent turns in a dialogue")
+                        help="maximum number of agent turns in a dialogue")
     parser.add_argument("--reply_chars", type=int, least=1, needs="tasks",
-                        help="most characters of a human reply; the rest is cut off (default: 400"
+                        help="human replies are cut to this many characters (default: 400"
                         " backend, 1000 frontend)")
     parser.add_argument("--judge", needs="tasks", choices=("fixed", "official"), default="fixed",
                         help="fixed: our grading; official: that of the official code, with its"

@@ -56,7 +56,7 @@ LEAK = 0.5  # a human reply that repeats this share of the solution has leaked i
 
 
 def episode_numbers(episode):
-    """The numbers of one episode; a number that it lacks is no part of a mean."""
+    """The numbers of one episode; a number that it lacks is left out of the means."""
     if episode["error"]:
         return {"errors": 1.0}
     said = [message.get("output") or message["content"]
@@ -165,7 +165,7 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
 
 def win_points(gaps):
     """1 for each task where ours is ahead, 0 where it is behind, one half for a tie."""
-    # rounded, so that equal sums which were added in another order are a tie
+    # rounded, so that sums which differ only in the order of addition are a tie
     return (numpy.sign(numpy.round(gaps, 12)) + 1) / 2
 
 
@@ -207,7 +207,7 @@ def score(policies, draws=2000):
             for key, table in values[name].items()}}
 
     def comparisons(wanted):
-        """Compare each (policy, against, key); where no task has this number of both, omit it."""
+        """Compare each (policy, against, key) for which some task has this number of both."""
         entries = []
         for name, against, key in wanted:
             found = compare(values[name][key], values[against][key], seed_draws[name],

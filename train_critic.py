@@ -16,7 +16,7 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
 
-The defaults are the paper's, for a model of 8B. The tiny toy/base needs those of the first command.
+The defaults are the paper's, for an 8B model. The tiny toy/base needs those of the first command.
 
 Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
 metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a
@@ -108,7 +108,7 @@ PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
-    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one,
+    best_vs_rest (official code) pairs the best episode (the first of a tie) with every worse one,
     unless the best failed its tests. success_vs_failure pairs every success with every failure;
     `all` pairs any two episodes of different reward.
     """
@@ -135,8 +135,8 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
 
 # toy/base has learnt to read the solution in these words only
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
-# An entry may show any field of the task. Both dialogues of a pair must show the same, or the
-# critic learns what differs in it
+# An entry may show any field of the task, but the same text for both dialogues of a pair; otherwise
+# the critic learns from that difference, not from the turns
 PRIVILEGED = {  # name -> what stands in front of the request
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=solution_of(task)),
     "none": lambda task: "",
@@ -176,8 +176,8 @@ class Row:
 
 
 def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
-    """The row of an episode. Beyond `max_length` tokens, its oldest turns are dropped. If even the
-    last turn does not fit, it is None.
+    """The row of an episode; None if even its last turn does not fit. Beyond `max_length` tokens,
+    the oldest turns are dropped.
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
@@ -325,7 +325,7 @@ def train(args):
     run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
     if run.complete:
         return
-    # a larger --max_steps continues a training: what its critic has ranked is out of date
+    # if a larger --max_steps continues a run, what the critic has ranked so far is out of date
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # with .run.json, .rank0, ...
 
     # 1. pairs of rows; some tasks are held out
@@ -341,8 +341,8 @@ def train(args):
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
     run.refuse_other_data([row.ids for row in rows])  # all processes must have read the same
 
-    # 2. the critic. Until run.resume, below, its weights are those of pi_ref, so no second model is
-    # needed. Its dropout is 0; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
+    # 2. the critic. Its weights are those of pi_ref until run.resume below, so no second model is
+    # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -352,16 +352,16 @@ def train(args):
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps_per_epoch = len(batches) // args.epochs
     steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
-    # resume gives 0, or the step of the last saved state, which it loads
+    # resume loads the last saved state, if any, and returns the step to continue from (or 0)
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # `mine` are this process's pairs. FSDP takes the mean of the processes' gradients, and
-        # `weight`, the number of processes, makes it a sum; it is 0 where a process has no pair
-        # left and repeats one, since all must run equally many forwards
+        # `mine` are this process's pairs. FSDP averages gradients over the processes; `weight`, the
+        # number of processes, turns the mean into a sum. All processes must run equally many
+        # forwards, so one that has no pair left repeats a pair with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -416,7 +416,7 @@ class Critic:
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
 
     def advantages(self, task, messages, texts, finished):
-        """One advantage per text, as the next turn after `messages`; None if they are too long."""
+        """Each text's advantage as the turn after `messages`; None if the longest does not fit."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
         reference_rows = rows
         if self.plain_reference:  # as in the official ranking: it does not see the solution
@@ -435,7 +435,7 @@ class Critic:
 
     @torch.no_grad()
     def turn_advantages(self, rows, reference_rows=None):
-        """The advantage of each turn, (R, S); the reference may read other rows of these turns."""
+        """Each turn's advantage, (R, S); the reference reads `reference_rows` instead, if given."""
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
         reference, _ = turn_logprobs(self.reference, reference_rows or rows)
         advantages = advantage(logprobs, reference, tokens, self.normalise)
@@ -504,7 +504,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
-                        help="largest norm of the gradient, which is scaled down to it")
+                        help="gradient clipping: maximum norm")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
@@ -524,8 +524,8 @@ def parse_args(argv=None):
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
         # all flags but these are for training only
-        of_training = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
-        parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
+        training_flags = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
+        parser.refuse_ignored(args, sorted(training_flags), "without --episodes to train on")
     if args.privileged == "none":
         parser.refuse_ignored(args, ["reference"], "by a critic that does not see the solution")
     return args

@@ -14,7 +14,7 @@ With --episodes, this script is multi-turn DPO, a baseline: the same loss on who
         --pairs success_vs_failure --shuffle groups --batch_size 24 --micro_batch_size 24 \
         --lr 1e-3 --beta 0.3 --nll 10 --epochs 12
 
-The defaults are the paper's, for a model of 8B. The tiny toy/base needs those shown with it.
+The defaults are the paper's, for an 8B model. The tiny toy/base needs the values shown with it.
 
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
@@ -115,7 +115,7 @@ PAIRS = ("best_vs_rest", "success_vs_failure", "all")
 def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
     """Pairs (chosen, rejected) of episodes of one task, whose rewards differ by at least `margin`.
 
-    best_vs_rest (official code) pairs the best episode, the first of equals, with every worse one,
+    best_vs_rest (official code) pairs the best episode (the first of a tie) with every worse one,
     unless the best failed its tests. success_vs_failure pairs every success with every failure;
     `all` pairs any two episodes of different reward.
     """
@@ -187,8 +187,8 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
 
 
 def dialogue_row(tokenizer, episode, max_length):
-    """The row of an episode. Beyond `max_length` tokens, its oldest turns are dropped. If even the
-    last turn does not fit, it is None.
+    """The row of an episode; None if even its last turn does not fit. Beyond `max_length` tokens,
+    the oldest turns are dropped.
     """
     messages, finished = agent_view(episode)
     fields = encode_within(tokenizer, messages, max_length, finished)
@@ -341,8 +341,8 @@ def main(args):
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
     run.refuse_other_data([row.ids for row in rows])  # all processes must have read the same
 
-    # 2. the policy. Until run.resume, below, its weights are those of pi_ref, so no second model is
-    # needed. Its dropout is 0; on GPUs FSDP2 wraps each layer, and fp32 weights compute in bf16
+    # 2. the policy. Its weights are those of pi_ref until run.resume below, so no second model is
+    # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -351,16 +351,16 @@ def main(args):
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
-    # resume gives 0, or the step of the last saved state, which it loads
+    # resume loads the last saved state, if any, and returns the step to continue from (or 0)
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # `mine` are this process's pairs. FSDP takes the mean of the processes' gradients, and
-        # `weight`, the number of processes, makes it a sum; it is 0 where a process has no pair
-        # left and repeats one, since all must run equally many forwards
+        # `mine` are this process's pairs. FSDP averages gradients over the processes; `weight`, the
+        # number of processes, turns the mean into a sum. All processes must run equally many
+        # forwards, so one that has no pair left repeats a pair with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -372,7 +372,7 @@ def main(args):
         # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
-    run.save(model, tokenizer, agent_prompt)  # which collect.py gives the policy when it plays
+    run.save(model, tokenizer, agent_prompt)  # collect.py plays the policy with this prompt
 
 
 # -----------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
-                        help="largest norm of the gradient, which is scaled down to it")
+                        help="gradient clipping: maximum norm")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and pairs")
     # --packed, --micro_batch_size, --dtype, --max_steps, --save_minutes, --lora_rank, ...

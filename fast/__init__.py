@@ -1,1 +1,1 @@
-"""The core's numbers, sooner or in less memory. A test holds each function to the plain one."""
+"""The core's numbers, faster or in less memory. A test compares each function to the plain one."""

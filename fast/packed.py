@@ -1,4 +1,4 @@
-"""`turn_logprobs` of the trainers for rows that share what is computed: the same numbers, sooner.
+"""A faster `turn_logprobs` for the trainers: the same numbers, but what rows share computed once.
 
 Candidates after one prompt become one sequence, so that the prompt is computed once:
 

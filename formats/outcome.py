@@ -20,7 +20,7 @@ def outcome_of(task, history, grade):
 
 
 def reasons_of(grade, history):
-    """Test -> "passed" or why not; "no answer" where the agent's last message was none.
+    """Test -> "passed" or why not; "no answer" if the agent's last message is not an answer.
 
     Without the marker, the whole last message is graded. If it is not Python (a question, for
     example), its tests count as "no answer", not as failures.

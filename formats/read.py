@@ -145,7 +145,7 @@ def read_episodes(path, tasks=None, rows=None):
 def load_episodes(paths):
     """Episodes that can be trained on, and how many were omitted because of an error.
 
-    Samples of a task that an earlier file has too are numbered on from there.
+    If an earlier file has samples of the same task, the numbering continues after them.
     """
     episodes, tasks, next_sample = [], {}, {}
     if len({Path(path).resolve() for path in paths}) < len(paths):

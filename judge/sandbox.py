@@ -273,8 +273,8 @@ class BackendJudge(Judge):
     """The judge of backend tasks, with the flags of collect.py."""
 
     def __init__(self, judge="fixed", require_protection=False):
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that share this machine
-        workers = max(1, (os.cpu_count() or 1) // here)
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine
+        workers = max(1, (os.cpu_count() or 1) // processes)
         super().__init__(workers, require_protection=require_protection)
         self.profile = judge
 

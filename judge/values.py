@@ -70,7 +70,7 @@ class Canonical:
 
     def __init__(self, official: bool, own: str = ""):
         self.official = official
-        self.own = own  # the kind of OWN_EQUALITY that is written as its own == has it
+        self.own = own  # the kind of OWN_EQUALITY that is written by the rules of its own ==
         self.seen: set[str] = set()  # the kinds of OWN_EQUALITY in the value
         self.left = MAX_VALUE_CHARACTERS
 

@@ -97,7 +97,7 @@ def serve_answers(control: socket.socket, folder: str) -> None:
 
 
 def settle_imports() -> None:
-    """Leave what an answer may find imported, and on sys.path: nothing of ours."""
+    """Import what answers often need, and leave nothing of ours for them to import."""
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the scratch folder; Python 3.10 has no -P
     for name in PRELOADED:

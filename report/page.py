@@ -34,7 +34,7 @@ PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left
 
 
 def overview(results, policies, files, training):
-    """All that the page shows above its dialogues, but the sentences and tables of evaluate.py.
+    """All that the page shows above its dialogues, except the sentences and tables of evaluate.py.
 
     results: None where only training is shown; files: (policy, path) pairs.
     """
@@ -68,7 +68,7 @@ def subtitle(results):
         tasks += f", {results['unsolvable']:,} of them unsolvable by their own solution"
     words = (f"{results['domain']} · {tasks} · {counted(sum(counts), 'episode')} ·"
              f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws")
-    if not DOMAINS[results["domain"]].logged:  # of a reward without limits there is none
+    if not DOMAINS[results["domain"]].logged:  # a log's reward has no limits, so no Wilson interval
         words += ", Wilson's where all outcomes agree"
     return words
 

@@ -55,7 +55,8 @@ def trained_parameters(model):
 def is_complete(output, max_steps, process):
     """Whether the directory holds the finished checkpoint of this very command.
 
-    A run that --max_steps has cut keeps its state, and a larger --max_steps resumes it.
+    If so, the leader removes leftovers and prints that training is complete. A run that --max_steps
+    has cut keeps its state, and a larger --max_steps resumes it.
     """
     if not process.from_leader((output / "config.json").is_file()):
         return False
@@ -101,14 +102,14 @@ def save_state(folder, step, model, optimizer, process):
     if process.leads:
         wait_for_files(partial, process.world)
         old = folder.with_name("resume.old")
-        # It is missing at the first state. After a kill between the two renames it is missing, too,
-        # and `old` is the only state: then `old` must stay until the new one is in place
+        # `folder` is missing before the first state, and after a kill between the two renames. In
+        # the second case `old` is the only state, and must stay until the new one is in place
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         partial.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-    process.barrier()  # a rank that ends before would make torchrun stop the leader in between
+    process.barrier()  # torchrun would stop the leader between the renames if a rank ended earlier
 
 
 def wait_for_files(folder, count, patience=120):
@@ -143,7 +144,7 @@ def load_state(folder, model, optimizer, process):
 
 
 def make_moments(optimizer, parameters):
-    """Let the optimiser make its moments, which are 0, in a step of length 0."""
+    """Make the optimiser create its moments, all 0, by a step with a learning rate of 0."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:

@@ -105,10 +105,10 @@ class ResumableJsonl:
     """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
 
     `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
-    network file systems cannot append to one file from several machines. The leader merges them: at
-    the end into FILE, which therefore exists only when it is finished; at the start into FILE.rank0
-    all that an unfinished run left, of whatever number of ranks. A finished FILE stays until its
-    first new row. Rows with an `error` are dropped, to be made again.
+    network file systems cannot append to one file from several machines. At the end, the leader
+    merges them into FILE, which therefore exists only when it is finished. At the start, it merges
+    all that an unfinished run left, with any number of ranks, into FILE.rank0. A finished FILE
+    stays until the first new row is appended. Rows with an `error` are dropped, to be made again.
     """
 
     def __init__(self, path, key, process):

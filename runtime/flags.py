@@ -93,13 +93,13 @@ class FlagParser(argparse.ArgumentParser):
         """
         group = self.add_argument_group("machine")
         group.add_argument("--packed", action="store_true",
-                           help="compute what rows share once (fast/packed.py)")
+                           help="compute only once what rows share (fast/packed.py)")
         self.add_argument("--micro_batch_size", type=int, least=1, default=1, group=group,
-                          help="pairs (sft.py: dialogues) per forward and backward")
+                          help="pairs (sft.py: dialogues) per process in a forward and backward")
         self.add_dtype_flag(group)
         self.add_argument("--checkpointing_every", type=int, least=0, metavar="N", group=group,
-                          help="recompute the activations of every N-th layer in the backward; 0:"
-                          " of none (default: 1 on GPUs, 0 on CPUs)")
+                          help="activation checkpointing: recompute every N-th layer in the"
+                          " backward; 0: none (default: 1 on GPUs, 0 on CPUs)")
         group.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True,
                            help="free a layer's gathered weights between forward and backward")
         self.add_argument("--save_minutes", type=float, least=0, default=20, group=group,

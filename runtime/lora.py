@@ -146,7 +146,7 @@ def load_matrices(model, path):
 
 
 def take_apart(model, path):
-    """A model of merged fp32 weights as the frozen weights, in bf16, and matrices. In place."""
+    """Split merged fp32 weights into the frozen weights, in bf16, and the matrices. In place."""
     matrices = [(name.partition(".base")[0], down, up) for name, down, up in read_matrices(path)]
     for name, down, up in matrices:
         model.get_submodule(name).weight.data -= up @ down

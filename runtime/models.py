@@ -17,8 +17,8 @@ from runtime.names import check_checkpoint
 
 
 def load_tokenizer(path, max_length=None):
-    """A checkpoint's tokenizer. With `max_length`, the model is to be trained on rows of up to so
-    many tokens, and is refused if it cannot be.
+    """A checkpoint's tokenizer. `max_length` is for training: a model that cannot be trained on
+    rows of up to that many tokens is refused.
     """
     if max_length:
         refuse_untrainable(path, max_length)
@@ -120,7 +120,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
                move=True, **options):
     """A transformers model, from safetensors only; what cannot be opened is named.
 
-    Unless `move` is true, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
+    With move=False, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
     weights with the matrices beside them, unless `merged` is true.
     """
     check_checkpoint(path)
@@ -168,7 +168,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
 
 
 def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
-    """`args.model` with fp32 weights that compute in `--dtype`, spread over the ranks.
+    """`args.model`, sharded over the ranks: fp32 weights, compute in `--dtype`.
 
     With --lora_rank, only the matrices and a value head are trained; all else is frozen, in the
     type that models compute in.
@@ -202,9 +202,10 @@ def remove_noise(model):
 
 
 def shard(model, run, args):
-    """FSDP2: each decoder layer and the root; fp32 weights that compute in a dtype. In place.
+    """Apply FSDP2 to each decoder layer and the root: fp32 weights, compute in --dtype. In place.
 
-    Layer by layer, so that of several GPUs none ever holds the weights of the whole model.
+    It goes layer by layer, so that with several GPUs none ever holds the weights of the whole
+    model. It also turns on activation checkpointing. One process on a CPU needs no FSDP in fp32.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

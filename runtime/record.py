@@ -100,7 +100,7 @@ def edited_since(run):
 
 
 def refuse_other_code(path, before, flag):
-    """Refuse an output that a script made which was edited since."""
+    """Refuse an output if a script that made it was edited since."""
     edited = edited_since(before)
     if edited:
         raise SystemExit(f"{path}: found an output that other code has made, since"

@@ -69,10 +69,10 @@ def render(tokenizer, messages, add_generation_prompt=True):
 
 
 def applied(tokenizer, messages, add_generation_prompt=True):
-    """What the template makes of messages, on the same day every day.
+    """What the template makes of messages, always with the date DATE.
 
-    Some templates print today's date, so prompts would change daily. Llama 3.2's takes another
-    one; others ask a function, which is replaced here.
+    Some templates print today's date, so prompts would change daily. Llama 3.2's takes the date as
+    an option; others call a function, which is replaced here.
     """
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt,
                "date_string": DATE}
@@ -117,8 +117,8 @@ def template_ids(tokenizer, text, after_turn):
     """Token ids of a text that a template has made.
 
     After a finished turn, it is encoded with the end-of-turn token in front, which is cut off
-    again: some tokenizers set a space before a text that stands alone, and some such tokens
-    (Phi-3's) take in a line end.
+    again: some tokenizers put a space before a text that stands alone, and some end-of-turn tokens
+    (Phi-3's) absorb the newline after them.
     """
     if not after_turn:
         return prompt_ids(tokenizer, [text])[0]

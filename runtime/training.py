@@ -113,10 +113,10 @@ class Run:
 
     @contextlib.contextmanager
     def scoring(self, model):
-        """No gradients; afterwards the model is as training needs it.
+        """Eval mode without gradients; afterwards train mode, with the weights sharded again.
 
-        FSDP2 keeps gathered weights after a forward, to save the backward a gather; no backward
-        follows here.
+        FSDP2 may keep gathered weights after a forward, to save the backward an all-gather; no
+        backward follows here.
         """
         model.eval()
         try:
@@ -200,7 +200,9 @@ class Run:
         self.began = time.perf_counter()
 
     def save_state_if_due(self, done, model, optimizer):
-        """Save what a resumed run needs: now and then, and where --max_steps or a signal ends."""
+        """Save what a resumed run needs: every --save_minutes, and when --max_steps or a signal
+        ends the run. After a signal, it raises KeyboardInterrupt.
+        """
         due = self.process.leads and time.monotonic() - self.saved >= self.save_seconds
         # all ranks save after the same step: the leader's clock says when, or a signal to any rank
         asked = torch.tensor([due, self.stopping], dtype=torch.int32, device=self.device)

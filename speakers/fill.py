@@ -1,4 +1,4 @@
-"""Rows of a file, made by jobs that ask speakers side by side, their bar, and a report on them."""
+"""Fill a file with rows: jobs that ask speakers side by side, a progress bar, and a summary."""
 
 import sys
 import threading
@@ -21,7 +21,7 @@ FIRST_BUG = threading.Lock()
 def fill(store, keys, work, speakers, in_flight):
     """Append the row work(key, on_turn) of each key that is missing, `in_flight` at a time.
 
-    It stops if a speaker is given up.
+    If a speaker (or judge) is `given_up`, no further job starts, and the script exits.
     """
     waiting = (key for key in store.missing(keys)
                if not any(speaker.given_up for speaker in speakers))

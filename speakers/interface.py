@@ -50,9 +50,9 @@ class Speaker:
 
     # as a human: true if it reads the dialogue itself, as scripts do; else the domain's human_view
     reads_history = False
-    given_up = None  # why it is no longer asked, such as a server that is down
+    given_up = None  # once it is no longer asked, the reason, such as a server that is down
     has_answered = True  # whether it has answered anything so far
-    batches_at_once = 1  # how many batches it likes to have waiting when candidates are sampled
+    batches_at_once = 1  # how many batches of candidates to ask it for at a time
 
     def states_at_once(self, batch_size, num_candidates):
         """How many states to sample side by side, if a batch is `batch_size` texts."""

@@ -51,7 +51,7 @@ class LocalSpeaker(Speaker):
     own, so its text does not depend on the other conversations in the batch, up to rounding.
     """
 
-    batches_at_once = 8  # of them, it computes those of similar length together
+    batches_at_once = 8  # so that it can form batches of prompts of similar length
 
     def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
         self.device = settings.device or default_device()
@@ -228,7 +228,7 @@ def opens_thoughts(tokenizer):
 
 
 def with_opening(text, opened):
-    """The text, behind the tag that the template has `opened` if its thoughts were cut.
+    """The text; if the template `opened` its thoughts and they were cut, with the opening tag.
 
     Without the tag, such thoughts would pass for speech.
     """

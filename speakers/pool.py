@@ -127,14 +127,14 @@ def elsewhere():
 class JudgeElsewhere:
     """A judge whose calls are waited for elsewhere."""
 
-    has_answered = True  # as of a speaker
+    has_answered = True  # `fill` reads this, and given_up, of speakers and judges alike
 
     def __init__(self, judge):
         self.judge = judge
 
     @property
     def given_up(self):
-        """As of a speaker; a judge that asks a model says what its speaker does."""
+        """Why the judge is no longer asked; only one that asks a model can have a reason."""
         return getattr(self.judge, "given_up", None)
 
     def grade(self, task, answer):

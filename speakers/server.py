@@ -22,14 +22,14 @@ from runtime.text import harmless
 from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import elsewhere
 
-MAX_FAILURES_IN_A_ROW = 20  # requests, each with all its retries; then the server is given up
+MAX_FAILURES_IN_A_ROW = 20  # requests, each with all retries; then it gives up on the server
 TOLD_AFTER = 10  # seconds without an answer, after which a message says so
-MAX_SILENCE = 6  # times `timeout`: a server without any answer for so long is given up, too
+MAX_SILENCE = 6  # times `timeout`: after so long without any answer, it gives up, too
 TRANSIENT_STATUS = (408, 409, 425, 429)  # worth a retry, as all from 500 up except 501
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
-# before any answer: the key, the path, the model's name, or an address that has moved
+# before a first answer, these mean a wrong key, path or model name, or an address that has moved
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
-# of a body that was read
+# what reading an answer raises if its body makes no sense
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
@@ -40,9 +40,9 @@ NAME_FLAGS = "name it with --agent_model, --human_model or --critic_model"
 
 
 class ServerSpeaker(Speaker):
-    """Retries each request with back-off, until the server is given up.
+    """Retries each request with back-off, and gives up on a server that keeps failing.
 
-    As many requests are in flight as threads ask: one for each dialogue that is played.
+    There are as many requests in flight as threads that ask: one for each dialogue that is played.
 
     retries   attempts for each request, the first one included
     pause     seconds before the first retry; doubled before each further one
@@ -142,7 +142,7 @@ class ServerSpeaker(Speaker):
             self.given_up = f"{self.url}: {reason}"
 
     def _silent_for_long(self, began, reason):
-        """Whether there was no answer for too long, now that an attempt from `began` on failed."""
+        """Whether the server has been silent for too long; an attempt begun at `began` failed."""
         since = self.failing_since  # read once: other threads reset it
         if since is None:
             since = began

@@ -100,7 +100,7 @@ def random_advantages(state, seed):
 
 
 # -----------------------------------------------------------------------------
-# How well a ranker's advantages agree with it
+# How well a ranker's advantages agree with true credit
 
 KINDS = ("all", "question_question", "answer_answer", "answer_question_known",
          "answer_question_unknown")

@@ -76,7 +76,7 @@ class CriticChoice:
         distinct = list(dict.fromkeys(candidates))  # equal ones are computed once
         texts = [candidate.text for candidate in distinct]
         finished = [candidate.finished for candidate in distinct]
-        # a critic computes where models do
+        # the critic is a model, so it computes through `gather` (see speakers/pool.py)
         advantages = gather(self.advantages, (request.task, request.messages, texts, finished))
         if advantages is None:
             return 0

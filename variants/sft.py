@@ -31,10 +31,11 @@ from train_policy import dialogue_row, learning_rate, plan_batches, turn_logprob
 
 
 def supervised_objective(model, rows, mean_tokens):
-    """Negative log-likelihood over the mean number of agent tokens of a dialogue, (R,).
+    """Negative log-likelihood of each dialogue divided by `mean_tokens`; a dict of (R,) tensors.
 
-    Every token thus has the same weight. A mean over each dialogue's own tokens would teach more
-    from short ones, and with them to stop early.
+    `mean_tokens` is the mean number of agent tokens of a dialogue. Every token thus has the same
+    weight. Dividing by each dialogue's own number would give more weight to the tokens of short
+    dialogues, and so teach the model to stop early.
     """
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     return {"loss": -logprobs.sum(1) / mean_tokens}

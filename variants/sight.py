@@ -1,6 +1,6 @@
-"""What the value critic of pages sees with: the paper's frontend critic is a vision-language model.
+"""The vision-language model of variants/value_critic.py: the paper's critic of frontend tasks.
 
-It reads a screenshot of the solution before the request, and has a regression head on the outcome.
+It reads a screenshot of the solution before the request, and a value head predicts the outcome.
 """
 
 import functools
@@ -102,10 +102,12 @@ def zero_of_vision(model):
 
 
 def forward_seen(model, ids, input_ids, attention_mask, **seen):
-    """One row with the pictures of its opening `input_ids`; the model finds their positions."""
+    """The output for one row, `ids`, with the pictures of its opening, `input_ids`; the model finds
+    their positions.
+    """
     ids = ids.clone()
     later = ids[:, input_ids.shape[1]:]  # a view
-    later[later == model.config.image_token_id] = 0  # a human who spells it out shows no picture
+    later[later == model.config.image_token_id] = 0  # in later text, this token is no picture
     for name, values in seen.items():
         if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
             seen[name] = F.pad(values, (0, later.shape[1]))

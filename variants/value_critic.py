@@ -84,7 +84,7 @@ class Reader:
         return [row_of(*row) for row in encoded] if encoded else None
 
     def _opened(self, task, messages):
-        """(the messages to encode, in how many tokens, a function that makes the row of them)."""
+        """(messages to encode, their token limit, a function from what is encoded to a row)."""
         if self.sight:
             if DOMAINS[task["domain"]].logged:
                 raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
@@ -113,9 +113,10 @@ class Reader:
 
 
 def turn_values(model, rows):
-    """(values, exists): the head's logit at each agent turn, and 1 where it exists; (R, S) each.
+    """(values, exists), (R, S) each: the head's logit at each agent turn; 1 where the turn exists.
 
-    The head is linear, so its value at a mean of states is the mean of its values at them.
+    A turn's logit belongs to the mean state of all tokens up to its end. The head is linear, so it
+    is the mean of the logits at these tokens.
     """
     if rows[0].opening and len(rows) > 1:  # pictures differ in size: one row at a time
         found = [turn_values(model, [row]) for row in rows]
@@ -203,7 +204,7 @@ def train(args):
         model = open_to_train(args, run, "AutoModelForTokenClassification", num_labels=1)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
-    # rows with pictures are computed one by one, and all ranks have to compute as many
+    # rows with pictures are computed one by one, and all ranks must run equally many forwards
     size = 1 if reader.sight else args.micro_batch_size
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
@@ -337,8 +338,8 @@ def parse_args(argv=None):
         if not args.candidates:
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
-        of_training = vars(args).keys() - {"output", "dtype", "candidates", "ranked"}
-        parser.refuse_ignored(args, sorted(of_training), "without --episodes to train on")
+        training_flags = vars(args).keys() - {"output", "dtype", "candidates", "ranked"}
+        parser.refuse_ignored(args, sorted(training_flags), "without --episodes to train on")
     return args
 
 
