@@ -143,7 +143,7 @@ def main(args):
     old = json.loads(output.read_text()) if output.exists() else {}
     table = table_of(args.root, old)
     means, differences = table["means"], table["differences"]
-    rows = [["policy", "seeds", "%", "SWEET-RL minus it", "AUC"]]
+    rows = [["policy", "seeds", "%", "SWEET-RL's lead", "AUC"]]
     for name, seeds in table["outcomes"].items():
         difference = with_interval(differences.get(f"sweet - {name}"), 100, sign="+")
         auc = [seed["credit_auc/all"] for seed in table["credit_auc"].get(name, {}).values()]
