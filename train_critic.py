@@ -306,7 +306,7 @@ def split_pairs(episodes, args, run):
     return groups, held_out
 
 
-RANKING = ("candidates", "ranked", "reference")  # flags of `rank`; the training reads none
+RANKING_FLAGS = ("candidates", "ranked", "reference")  # flags of `rank`; the training reads none
 
 
 def main(args):
@@ -322,7 +322,7 @@ def main(args):
 
 
 def train(args):
-    run = Run(args, args.episodes, may_differ=RANKING)  # processes, log, saved states
+    run = Run(args, args.episodes, may_differ=RANKING_FLAGS)  # processes, log, saved states
     if run.complete:
         return
     # if a larger --max_steps continues a run, what the critic has ranked so far is out of date
@@ -339,7 +339,7 @@ def train(args):
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
-    run.refuse_other_data([row.ids for row in rows])  # all processes must have read the same
+    run.refuse_unequal_data([row.ids for row in rows])  # all processes must have read the same
 
     # 2. the critic. Its weights are those of pi_ref until run.resume below, so no second model is
     # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute
@@ -524,7 +524,7 @@ def parse_args(argv=None):
             raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
                              " a critic on, or candidates that the critic in --output ranks")
         # all flags but these are for training only
-        training_flags = vars(args).keys() - {"output", "packed", "dtype", *RANKING}
+        training_flags = vars(args).keys() - {"output", "packed", "dtype", *RANKING_FLAGS}
         parser.refuse_ignored(args, sorted(training_flags), "without --episodes to train on")
     if args.privileged == "none":
         parser.refuse_ignored(args, ["reference"], "by a critic that does not see the solution")

@@ -339,7 +339,7 @@ def main(args):
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
-    run.refuse_other_data([row.ids for row in rows])  # all processes must have read the same
+    run.refuse_unequal_data([row.ids for row in rows])  # all processes must have read the same
 
     # 2. the policy. Its weights are those of pi_ref until run.resume below, so no second model is
     # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute

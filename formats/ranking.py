@@ -40,4 +40,5 @@ def rank_states(args, open_critic, flags, max_length):
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states ({omitted} failed ones omitted); {too_long}"
-              f" have no advantages, being too long for the critic (--max_length {max_length})")
+              " have no advantages, because they are too long for the critic (--max_length"
+              f" {max_length})")

@@ -258,16 +258,16 @@ def open_with_reference(path, base, device=None, dtype=None, lora=False):
     """
     device = device or default_device()
     reference = load_model(base, device, dtype=dtype, merged=not lora).eval()
-    make_head_exact(reference)
+    make_head_fp32(reference)
     if lora:
         model = load_matrices(reference, path)
         return model, WithoutMatrices(model)
     model = load_model(path, device, dtype=dtype).eval()
-    make_head_exact(model)
+    make_head_fp32(model)
     return model, reference
 
 
-def make_head_exact(model):
+def make_head_fp32(model):
     """Let the output layer compute in fp32: some advantages are as small as bf16's rounding."""
     model.set_output_embeddings(fp32_head(model.get_output_embeddings()))
 

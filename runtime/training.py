@@ -128,7 +128,7 @@ class Run:
                 if hasattr(module, "reshard"):
                     module.reshard()
 
-    def refuse_other_data(self, data):
+    def refuse_unequal_data(self, data):
         """Stop if ranks hold different data, from other copies of the input files."""
         digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
         digests = self.gather({self.rank: digest})  # rank -> digest

@@ -42,7 +42,7 @@ from speakers.fill import print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
 from speakers.roles import open_agent
-from variants.value_critic import OF_CRITICS, open_critic
+from variants.value_critic import CRITIC_FLAGS, open_critic
 
 GRADER = "grader:"  # in front of a speaker, as --critic names it
 
@@ -132,7 +132,7 @@ def main(args):
         raise SystemExit(f"{args.critic}: found the address of a server, expected a critic's"
                          f" directory, or a grader model, as --critic {GRADER}{args.critic}")
     else:
-        read_flags(args.critic, OF_CRITICS)
+        read_flags(args.critic, CRITIC_FLAGS)
     process = join_processes()
     notes = {"best_of_n": args.n, "scorer": args.critic}
     scorer = args.critic.removeprefix(GRADER)

@@ -61,7 +61,7 @@ def main(args):
                          f" {'a success' if args.successes else 'one'} whose last turn fits into"
                          f" --max_length {args.max_length}; a model that never succeeds has none:"
                          " give demonstrations, without --successes")
-    run.refuse_other_data([row.ids for row in rows])
+    run.refuse_unequal_data([row.ids for row in rows])
     mean_tokens = sum(turn >= 0 for row in rows for turn in row.turn_index) / len(rows)
 
     model = open_to_train(args, run)

@@ -42,7 +42,7 @@ from runtime.record import read_flags
 from runtime.training import Run
 from speakers.vision import sees_pictures
 from train_critic import (
-    PAIRS, PRIVILEGED, RANKING, Critic, Row, critic_messages, learning_rate, plan_batches,
+    PAIRS, PRIVILEGED, RANKING_FLAGS, Critic, Row, critic_messages, learning_rate, plan_batches,
     split_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
@@ -175,7 +175,7 @@ def main(args):
 
 
 def train(args):
-    run = Run(args, args.episodes, may_differ=RANKING)
+    run = Run(args, args.episodes, may_differ=RANKING_FLAGS)
     if run.complete:
         return
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
@@ -194,7 +194,7 @@ def train(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found rewards from {min(outcomes):g} to"
                          f" {max(outcomes):g}, expected 0 to 1, which a value head can predict;"
                          " scale them, or train train_critic.py, which only compares them")
-    run.refuse_other_data([row.ids for pair in pairs for row in pair])
+    run.refuse_unequal_data([row.ids for pair in pairs for row in pair])
 
     # FSDP2 warns of changing a head's output in place, which nothing does here
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -268,12 +268,12 @@ class ValueCritic:
         return values
 
 
-OF_CRITICS = ("privileged", "holdout")  # flags that critics have, and no policy
+CRITIC_FLAGS = ("privileged", "holdout")  # flags that critics have, and no policy
 
 
 def read_value_flags(path):
     """What a value critic was trained with. The flag `normalise` marks a critic of log-ratios."""
-    flags = read_flags(path, ("max_length", "model", *OF_CRITICS))
+    flags = read_flags(path, ("max_length", "model", *CRITIC_FLAGS))
     if "normalise" in flags:
         raise SystemExit(f"{path}: found a critic of log-ratios, expected one with a value head;"
                          " give it to train_critic.py")
@@ -282,7 +282,7 @@ def read_value_flags(path):
 
 def open_critic(path, device=None, dtype=None):
     """The critic in a directory, of log-ratios or with a value head."""
-    kind = Critic if "normalise" in read_flags(path, OF_CRITICS) else ValueCritic
+    kind = Critic if "normalise" in read_flags(path, CRITIC_FLAGS) else ValueCritic
     return kind(path, device, dtype)
 
 
