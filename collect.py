@@ -40,6 +40,7 @@ the official ones). From the official code: the human sees the dialogue as a cha
 swapped; in page tasks, the agent also sees its earlier plans, which stand before "OUTPUT:".
 """
 
+import itertools
 import random
 import typing
 
@@ -71,17 +72,18 @@ class Rules(typing.NamedTuple):
 def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
     """One dialogue, from the request to the reward; returns the episode.
 
-    Sampling is seeded by task, sample and turn, so dialogues do not affect each other. An error
+    Sampling is seeded by task, sample and call, so dialogues do not affect each other. An error
     ends only this dialogue, and is noted in its episode. `on_turn` is called after each agent turn.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     answer, grade, error = None, None, None
+    calls = itertools.count(1)
 
     def ask(speaker, messages):
         key = (task["task_id"], sample)
-        seed = derive_seed(rules.seed, *key, len(history))
+        seed = derive_seed(rules.seed, *key, next(calls))
         # models read only the messages; `task` is for scripts, `key` lets a model keep its cache
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 

@@ -144,9 +144,10 @@ def load_state(folder, model, optimizer, process):
 
 
 def make_moments(optimizer, parameters):
-    """Make the optimiser create its moments, all 0, by a step with a learning rate of 0."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    """Make the optimiser create its moments, by a step with gradients of 0.
+
+    The caller replaces the weights, too: a weight decay would change them.
+    """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -112,7 +112,7 @@ def test_what_needs_no_model_loads_no_library_of_models(code, heavy):
 @pytest.mark.parametrize("name", ["train_critic", "train_policy"])
 def test_a_trainer_has_at_most_twenty_flags_of_the_method(name):
     home = next(node for node in TREES[name].body if getattr(node, "name", "") == "parse_args")
-    flags = [node for node in ast.walk(home) if isinstance(node, ast.Call)
+    flags = [node.args[0].value for node in ast.walk(home) if isinstance(node, ast.Call)
              and getattr(node.func, "attr", "") == "add_argument"]
     assert len(flags) <= METHOD_FLAGS, (
         "a flag of how something is computed belongs to runtime/flags.py; a fork raises"

@@ -108,7 +108,7 @@ def read_world(name, spec):
 #
 # `messages` is the dialogue without a system message, the request first; `draw` is a random.Random.
 # The manner stands after `scripted:` on the command line. A new party, such as a human that lies,
-# is one function and one entry.
+# is one function and one entry; for tasks without a key `toy`, it needs a manner.
 
 SCRIPTED = {
     ("backend", "human", ""): backend_human,
