@@ -188,8 +188,9 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
             for sample in range(args.samples_per_task) for task in tasks}
     store = open_store(args, process, episode_key, inputs, models)
     if store.missing(jobs):
-        notes = {"agent": args.agent, "human": args.human_model or args.human} | (notes or {})
         with open_judge(args, domain) as judge:
+            notes = {"agent": args.agent, "human": args.human_model or args.human,
+                     "judge": judge.flags} | (notes or {})
             human, agent = open_human(args, process, domain), open_agent(args, process)
 
             def work(key, on_turn):

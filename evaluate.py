@@ -131,7 +131,8 @@ def bounds(means, count, limits=None):
         unseen = Z**2 / (count + Z**2)
         low = (1 - unseen) * low + unseen * limits[0]
         high = (1 - unseen) * high + unseen * limits[1]
-    return {"low": float(low), "high": float(high)}
+    # rounded, as sums that are 0 may come out as 1e-17 or -0.0, and 0 decides what is settled
+    return {"low": round(float(low), 12) + 0.0, "high": round(float(high), 12) + 0.0}
 
 
 def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):

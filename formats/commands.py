@@ -25,6 +25,8 @@ def main(description, argv=None):
     load.add_argument("--output", required=True, help="EPISODES.jsonl to write")
     load.add_argument("--agent_prompt", help="file with the instructions that the agent had, where"
                       " the file omits them (default: ours; of logs none)")
+    load.add_argument("--judge", choices=("fixed", "official"), default="fixed",
+                      help="how official answers without a reward are graded")
     show = commands.add_parser("show", help="print dialogues to read")
     show.add_argument("episodes", help="file of episodes")
     show.add_argument("task", nargs="?", help="task_id of the one task to show, or its number from"

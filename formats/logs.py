@@ -44,7 +44,13 @@ def import_command(args):
         raise SystemExit(f"{args.file}: found no line, expected one dialogue a line, such as"
                          f" {SMALLEST}")
     is_log = "messages" in first or "dialogue_history" not in first
-    episodes = log_episodes(args.file, prompt) if is_log else official_episodes(args.file, prompt)
+    if is_log:
+        episodes, graded = log_episodes(args.file, prompt), 0
+    else:
+        episodes, graded = official_episodes(args.file, prompt, args.judge)
+    if args.judge != "fixed" and not graded:
+        raise SystemExit(f"{args.file}: found a reward of its own in each line, expected none with"
+                         f" --judge {args.judge}, which grades answers; omit the flag")
     output = Path(args.output)
     write_new(output, as_jsonl(episodes))
     by_task = group_by_task(episodes)
@@ -56,7 +62,8 @@ def import_command(args):
     said = (f"{output}: {counted(len(episodes), 'episode')} of {counted(len(by_task), 'task')},"
             f" {unequal} of them with different rewards")
     if found:
-        said += f"; rewards from {min(found):g} to {max(found):g}, taken as they are"
+        said += f"; rewards from {min(found):g} to {max(found):g}"
+        said += f", {graded} of them graded here" if graded else ", taken as they are"
     print(said)
     if failed:
         print(f"Episodes that an error has stopped, which no stage uses: {failed}")
@@ -81,18 +88,29 @@ def import_command(args):
               " that have a `task` in common and differ in reward.")
 
 
-def official_episodes(path, prompt):
-    """Episodes of the official trajectory file, which omits what the agent was told."""
-    episodes = read_episodes(path, rows=graded_rows(path))
+def official_episodes(path, prompt, profile):
+    """(episodes of the official trajectory file, how many of their answers were graded here).
+
+    The file has the agent's instructions only within `input`, the rendered prompt of each turn.
+    """
+    rows, graded = graded_rows(path, profile)
+    episodes, others = read_episodes(path, rows=rows), 0
     for episode in episodes:
         if episode["agent_prompt"] is None:
             episode["agent_prompt"] = agent_prompt_of(episode["task"], prompt)
-    return episodes
+        was_read = next((message.get("input") for message in episode["dialogue_history"]
+                         if message["role"] == "assistant"), None)
+        others += isinstance(was_read, str) and episode["agent_prompt"].strip() not in was_read
+    if others:
+        print(f"Dialogues whose agent had other instructions (see `input`): {others} of"
+              f" {len(episodes)}. Later stages take {'ours' if prompt is None else 'those given'};"
+              " give its own with --agent_prompt FILE.")
+    return episodes, graded
 
 
-def graded_rows(path):
-    """(where, row) of each line. Answers without a reward, as the official simulator leaves them,
-    are graded.
+def graded_rows(path, profile):
+    """((where, row) of each line, how many were graded here). Answers without a reward, as the
+    official simulator leaves them, are graded.
     """
     rows = list(read_jsonl(path))
     ungraded = []  # (row, its episode, its answer)
@@ -107,13 +125,14 @@ def graded_rows(path):
     parts = [ungraded[start:start + 64] for start in range(0, len(ungraded), 64)]
     for part in tqdm(parts, unit="batch", desc="grading", disable=not parts):
         _, found, answers = zip(*part, strict=True)
-        grades = grade_all([episode["task"] for episode in found], answers)
+        grades = grade_all([episode["task"] for episode in found], answers, profile)
         for (row, episode, _), grade in zip(part, grades, strict=True):
             played = episode["dialogue_history"][:2 * episode["turns"]]  # up to the agent's last
-            row |= {"reward": grade.reward, "reasons": reasons_of(grade, played)}
+            row |= {"reward": grade.reward, "reasons": reasons_of(grade, played),
+                    "judge": f"--judge {profile}"}
     if ungraded:
-        print(f"Answers without a reward, which were graded: {len(ungraded)}")
-    return rows
+        print(f"Answers without a reward, which were graded: {len(ungraded)} (judge {profile})")
+    return rows, len(ungraded)
 
 
 def log_episodes(path, prompt):

@@ -1,5 +1,7 @@
 """The policies that evaluate.py and the report compare: each NAME=FILE is one seed."""
 
+import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -51,9 +53,20 @@ def shared_tasks(policies):
 
 
 def facts_of(policy):
-    """Who played the episodes of a policy, and what went wrong."""
+    """Who played the episodes of a policy, how they were graded, and what went wrong."""
     episodes = [episode for of_seed in policy for episode in of_seed]
+    texts = [[message["content"] for message in episode["dialogue_history"]]
+             for episode in episodes]
+
+    def found(key):
+        """The values of a key, without None."""
+        return sorted({episode[key] for episode in episodes} - {None})
+
     return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
+            "judges": found("judge"), "prompts": found("agent_prompt"),
+            "best_of": sorted({f"{episode['best_of_n']} candidates by {episode['scorer']}"
+                               for episode in episodes if episode.get("best_of_n")}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,
+            "dialogues": hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16],
             "errors": Counter(episode["error"] for episode in episodes if episode["error"])}

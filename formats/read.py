@@ -19,7 +19,7 @@ EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 # these may be missing or null
 EPISODE_OPTIONS = {
     "sample": int, "answer": str, "reward": NUMBER, "success": bool, "reasons": dict,
-    "leak": NUMBER, "agent": str, "human": str, "agent_prompt": str,
+    "leak": NUMBER, "agent": str, "human": str, "judge": str, "agent_prompt": str,
     "max_turns": int, "seed": int, "error": str, "best_of_n": int, "scorer": str,
 }
 STATE_KEYS = {"task": dict, "sample": int, "turn": int, "messages": list}
@@ -102,7 +102,7 @@ def complete_episode(row, where="episode"):
                          f" {success}: true for a reward of 1, false below, null for failed"
                          " episodes and domains without success, such as pages")
     defaults = {"sample": 0, "answer": None, "reasons": {}, "agent": None, "human": None,
-                "seed": None, "agent_prompt": None, "max_turns": None}
+                "judge": None, "seed": None, "agent_prompt": None, "max_turns": None}
     if "leak" not in row:
         defaults["leak"] = leak_share(task, history)
     episode = defaults | row

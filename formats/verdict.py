@@ -140,6 +140,31 @@ def cautions(results):
         listed = ", ".join(f"{harmless(name)} {limit}" for name, limit in limits.items())
         sentences.append(f"The policies had different numbers of turns (--max_turns: {listed}), so"
                          " differences may be due to them.")
+    elif len({tuple(results["policies"][name]["prompts"]) for name in limits}) > 1:
+        sentences.append("The agents had different instructions (agent_prompt in the episodes), so"
+                         " differences may be due to them.")
+    judges = {name: " or ".join(policy["judges"]) for name, policy in results["policies"].items()
+              if policy["judges"]}
+    if len(set(judges.values())) > 1:
+        listed = ", ".join(f"{harmless(name)} {harmless(judge) or 'default'}"
+                           for name, judge in judges.items())
+        sentences.append(f"The answers were graded with different flags ({listed}), so differences"
+                         " may be due to them.")
+    for name, policy in results["policies"].items():
+        if policy["best_of"]:
+            chosen = harmless(" or ".join(policy["best_of"]))
+            sentences.append(f"Each turn of {name} was chosen from {chosen}. A critic that sees the"
+                             " solution cannot choose for a deployed policy.")
+    return sentences + copies(results)
+
+
+def copies(results):
+    """Sentences on policies whose dialogues are those of another one."""
+    first, sentences = {}, []  # digest of the dialogues -> the first policy that has them
+    for name, policy in results["policies"].items():
+        other = first.setdefault(policy["dialogues"], name)
+        if other != name:
+            sentences.append(f"The dialogues of {name} are those of {other}, word for word.")
     return sentences
 
 

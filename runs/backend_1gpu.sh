@@ -11,8 +11,7 @@
 # Counted (docs/scaling.md): 14 GB of GPU memory for training, with LORA=1 23. Estimated: 5 hours,
 # with LORA=1 15; 8 GB of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
 # The learning rates are starts that nobody has tried: watch train/margin rise.
-# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, and behind HUMAN_URL a human that
-# answers questions from the solution.
+# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or HUMAN_URL).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -32,6 +31,7 @@ if [ -n "${LORA:-}" ]; then
 fi
 if [ -n "${SHORT:-}" ]; then
   MODEL=toy/base
+  HUMAN=(--human "${HUMAN_URL:-scripted}")
   TRAIN=(--tasks toy:backend:train --num_tasks 40)
   TEST=(--tasks toy:backend:test --num_tasks 8)
   TRAINING=(--lora_rank 4 --lr 1e-3 --max_steps 4 --micro_batch_size 4)

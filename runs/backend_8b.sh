@@ -13,27 +13,27 @@
 # These hours are estimated. 22 to 27 GB of each of eight GPUs, or 137 to 143 GB of one, are counted
 # (docs/scaling.md has both; the critic's 137 GB were measured, too). Ranking takes 37 GB of each
 # GPU. Disk: 300 GB under OUT, which all nodes share.
-# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, and behind HUMAN_URL a human that
-# answers questions from the solution.
+# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or HUMAN_URL).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-HUMAN_URL=${HUMAN_URL:-http://localhost:8000/v1}
 RUN=${RUN:-torchrun --nproc_per_node 8}
 OUT=${OUT:-runs/out/backend_8b${SHORT:+_short}}
 MODEL=meta-llama/Llama-3.1-8B-Instruct
-HUMAN=meta-llama/Llama-3.1-70B-Instruct
+HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}"
+  --human_model meta-llama/Llama-3.1-70B-Instruct)
 TRAIN=(--tasks data/backend_tasks/train.jsonl --num_tasks 5000)
 TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 1000)
 TRAINING=()
 SAMPLING=()
 CANDIDATES=(--batch_size 256) # 16 of each turn of a tenth of the tasks
-PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
+PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE; its grading:
+           # --judge official
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
   RUN=python
   MODEL=toy/base
-  HUMAN=human
+  HUMAN=(--human "${HUMAN_URL:-scripted}")
   TRAIN=(--tasks toy:backend:train --num_tasks 40)
   TEST=(--tasks toy:backend:test --num_tasks 8)
   TRAINING=(--max_steps 4 --micro_batch_size 4)
@@ -43,18 +43,18 @@ fi
 
 play() { # NAME AGENT
   $RUN collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" "${SAMPLING[@]}" "${PROMPTS[@]}" \
-    --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/test/$1.jsonl"
+    "${HUMAN[@]}" --output "$OUT/test/$1.jsonl"
 }
 
-# 0. the model as it is (22.4 % in the paper): if the human or the prompts do not fit, it shows
-#    here, before hours of training
+# 0. the model as it is (22.4 % in the paper, with its prompts and grading): if the human does not
+#    fit, it shows here, before hours of training
 play base "$MODEL"
 
 # 1. episodes: 5,000 tasks three times. The official ones, in place of this step:
 #    python colbench.py import data/colbench_code_offline_15k_llama8b.jsonl --agent_prompt FILE \
 #      --output "$OUT/episodes.jsonl"
 $RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${SAMPLING[@]}" \
-  "${PROMPTS[@]}" --human "$HUMAN_URL" --human_model "$HUMAN" --output "$OUT/episodes.jsonl"
+  "${PROMPTS[@]}" "${HUMAN[@]}" --output "$OUT/episodes.jsonl"
 
 # 2. candidates. A server samples faster than the scripts do: while one serves the model on the same
 #    GPUs, give this step --agent URL --agent_model "$MODEL"

@@ -13,15 +13,15 @@
 #
 # RUN, NODE, OUT, GLOO_SOCKET_IFNAME for one H200, eight GPUs, two nodes: as runs/backend_8b.sh has
 # them. Estimated (docs/scaling.md): 8 to 10 hours on eight GPUs, disk as there.
-# SHORT=1 is a smoke run on the CPU: the embedded pages, toy/base_frontend as agent and critic.
+# SHORT=1 is a smoke run on the CPU: the embedded pages, their scripted human (or HUMAN_URL),
+# toy/base_frontend as agent and critic.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-HUMAN_URL=${HUMAN_URL:-http://localhost:8000/v1}
 RUN=${RUN:-torchrun --nproc_per_node 8}
 OUT=${OUT:-runs/out/frontend_8b${SHORT:+_short}}
 MODEL=meta-llama/Llama-3.1-8B-Instruct
 CRITIC=Qwen/Qwen2-VL-7B-Instruct
-HUMAN=Qwen/Qwen2-VL-72B-Instruct
+HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}" --human_model Qwen/Qwen2-VL-72B-Instruct)
 TRAIN=(--tasks data/frontend_train.jsonl --num_tasks 1000 --samples_per_task 6)
 TEST=(--tasks data/frontend_test.jsonl --num_tasks 500)
 # ten pages are some 10,000 tokens, so that 64 dialogues at a time would fill 80 GB
@@ -30,13 +30,14 @@ CANDIDATES=() # 16 of each turn of a tenth of the tasks
 TRAINING=()
 CRITIC_TRAINING=(--epochs 8 --max_length 16384) # a picture of the solution takes some 6,500 tokens
 RFT=(--successes --epochs 8)
+PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
   RUN=python
   MODEL=toy/base_frontend
   CRITIC=toy/base_frontend
-  HUMAN=human
+  HUMAN=(--human "${HUMAN_URL:-scripted}")
   TRAIN=(--tasks toy:frontend:train --num_tasks 12 --samples_per_task 2)
   TEST=(--tasks toy:frontend:test --num_tasks 4)
   SAMPLING=(--max_new_tokens 200)
@@ -47,17 +48,17 @@ if [ -n "${SHORT:-}" ]; then
 fi
 
 play() { # NAME AGENT
-  $RUN collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" --human "$HUMAN_URL" \
-    --human_model "$HUMAN" "${SAMPLING[@]}" --output "$OUT/test/$1.jsonl"
+  $RUN collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" "${HUMAN[@]}" \
+    "${SAMPLING[@]}" "${PROMPTS[@]}" --output "$OUT/test/$1.jsonl"
 }
 
-# 0. the model as it is (cosine 72.4 in the paper): if the human or the prompts do not fit, it shows
-#    here, before hours of training
+# 0. the model as it is (cosine 72.4 in the paper, with its prompts): if the human does not fit, it
+#    shows here, before hours of training
 play base "$MODEL"
 
 # 1. episodes: 1,000 tasks six times; and candidates
-$RUN collect.py "${TRAIN[@]}" --agent "$MODEL" --human "$HUMAN_URL" --human_model "$HUMAN" \
-  "${SAMPLING[@]}" --output "$OUT/episodes.jsonl"
+$RUN collect.py "${TRAIN[@]}" --agent "$MODEL" "${HUMAN[@]}" \
+  "${SAMPLING[@]}" "${PROMPTS[@]}" --output "$OUT/episodes.jsonl"
 $RUN collect.py --states "$OUT/episodes.jsonl" --agent "$MODEL" "${SAMPLING[@]}" \
   "${CANDIDATES[@]}" --output "$OUT/candidates.jsonl"
 

@@ -125,12 +125,12 @@ def elsewhere():
 
 
 class JudgeElsewhere:
-    """A judge whose calls are waited for elsewhere."""
+    """A judge whose calls are waited for elsewhere; `flags` are those that it was opened with."""
 
     has_answered = True  # `fill` reads this, and given_up, of speakers and judges alike
 
-    def __init__(self, judge):
-        self.judge = judge
+    def __init__(self, judge, flags=""):
+        self.judge, self.flags = judge, flags
 
     @property
     def given_up(self):

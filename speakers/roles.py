@@ -98,6 +98,10 @@ def read_prompts(args, tasks, domain):
     agent_prompt = read_prompt(args.agent_prompt)
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
+    if "{hidden_information}" in agent_prompt:
+        raise SystemExit(f"{args.agent_prompt}: found an agent prompt with {{hidden_information}},"
+                         " expected one without it, since only the human is told that; is the file"
+                         " that of the human?")
     return agent_prompt, human_prompt
 
 
@@ -116,5 +120,9 @@ def open_human(args, process, domain):
 @contextlib.contextmanager
 def open_judge(args, domain):
     """The domain's judge, with its flags; while it works, models go on with other dialogues."""
-    with domain.open_judge(**{flag: getattr(args, flag) for flag in domain.flags}) as judge:
-        yield JudgeElsewhere(judge)
+    flags = {flag: getattr(args, flag) for flag in domain.flags}
+    with domain.open_judge(**flags) as judge:
+        # for the episodes; a protection changes no grade
+        said = " ".join(f"--{flag} {value}" for flag, value in flags.items()
+                        if flag != "require_protection" and value is not None)
+        yield JudgeElsewhere(judge, said)

@@ -113,6 +113,15 @@ def test_a_grader_may_think_but_must_come_to_an_end(line, error):
         assert best.reply(REQUEST)[0].text == "What about 0?+"
 
 
+def test_a_grader_that_names_no_candidate_is_noticed(capsys):
+    choice = GraderChoice(Served(lambda request: "Yes, it should."))
+    for _ in range(2):
+        assert BestOfN(Served(asker(lambda key: 9)), choice, 3).reply(REQUEST)
+    said = capsys.readouterr().err
+    assert said == ("the grader has named no candidate in 1 of its replies, such as"
+                    " 'Yes, it should.'; the first one is taken\n")
+
+
 def test_a_grader_that_dies_is_given_up_and_passes_no_unchosen_candidate():
     grader = Failing(pick_plus_signs(1), lives=0)
     best = BestOfN(Served(asker(lambda key: 9)), GraderChoice(grader), 3)

@@ -390,6 +390,28 @@ def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, ca
     assert "held with different humans (llama, qwen), so" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ours, theirs, said", [
+    ({"judge": "--judge fixed"}, {"judge": "--judge official"},
+     "graded with different flags (a --judge fixed, b --judge official), so"),
+    ({"agent_prompt": "Ask.", "max_turns": 9}, {"agent_prompt": "Answer.", "max_turns": 9},
+     "The agents had different instructions (agent_prompt in the episodes), so"),
+    ({"best_of_n": 4, "scorer": "critic"}, {},
+     "Each turn of a was chosen from 4 candidates by critic. A critic that sees the solution"),
+    ({}, {}, "The dialogues of b are those of a, word for word.")])
+def test_what_else_may_explain_a_difference_is_said(tmp_path, capsys, ours, theirs, said):
+    policies = {"a": outcomes(3, 4, **ours), "b": outcomes(2, 4, **theirs)}
+    evaluated(tmp_path, **policies)
+    assert said in capsys.readouterr().out
+    other = {"dialogue_history": dialogue("p", "I WANT TO ANSWER: other")}
+    evaluated(tmp_path, a=outcomes(3, 4, **theirs), b=outcomes(2, 4, **theirs, **other))
+    printed = capsys.readouterr().out
+    assert not any(part in printed for part in ("different", "chosen from", "word for word"))
+
+
+def test_a_bound_of_exactly_0_excludes_no_0_whatever_the_order_of_addition():
+    assert evaluate.bounds(numpy.array([2.8e-18, -2.8e-18, 0.5] * 10), 5)["low"] == 0
+
+
 def test_policies_that_mostly_give_no_answer_are_named(tmp_path, capsys):
     answer = dialogue("p", "I WANT TO ANSWER: x")
     evaluated(tmp_path, asks=outcomes(0, 4), answers=outcomes(0, 4, dialogue_history=answer))

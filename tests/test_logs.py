@@ -70,6 +70,24 @@ def test_official_trajectories_are_graded_on_import_if_nobody_has_graded_them(tm
     assert "line 1: found no 'reward', expected a number; only answers to tasks with" in said
 
 
+def test_official_answers_are_graded_by_the_chosen_rules_and_other_instructions_are_noticed(
+        tmp_path):
+    helped = official_line("def g(x):\n    return 2 * x\ndef f(x):\n    return g(x)")
+    for judge, reward in (("fixed", 1.0), ("official", 0.0)):
+        arguments = import_of(tmp_path / judge, helped)
+        said = run_script(*arguments, "--judge", judge).stdout
+        (episode,) = read_episodes(tmp_path / judge / "log.episodes")
+        assert (episode["reward"], episode["judge"]) == (reward, f"--judge {judge}")
+        assert f"rewards from {reward:g} to {reward:g}, 1 of them graded here" in said
+        assert "Dialogues whose agent had other instructions (see `input`): 1 of 1." in said
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("rendered")
+    done = run_script(*import_of(tmp_path / "known", helped), "--agent_prompt", prompt)
+    assert "other instructions" not in done.stdout
+    said = refusal(*import_of(tmp_path / "graded", helped | {"reward": 0.5}), "--judge", "official")
+    assert "found a reward of its own in each line" in said
+
+
 def imported(folder, *lines):
     """(the episodes that a log of these lines becomes, what is said of them)"""
     done = run_script(*import_of(folder, *lines))

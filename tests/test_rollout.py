@@ -345,6 +345,8 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
     ("--tasks {logged} --agent scripted --human scripted", "tasks of your own logs.*--states"),
     ("--tasks {tasks} --agent scripted --human http://h/v1 --human_prompt {prompt}",
      "without {hidden_information}, expected it"),
+    ("--tasks {tasks} --agent scripted --human scripted --agent_prompt {human_prompt}",
+     "an agent prompt with {hidden_information}, expected one without it"),
     ("--tasks {tasks} --agent scripted --human scripted --clip none", "--clip none, which is"),
     ("--tasks toy:frontend:test --agent scripted --judge official", "--judge official, which is"),
 ])
@@ -352,10 +354,11 @@ def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_pa
     monkeypatch.setattr(roles, "load_speaker", None)
     task = {"problem_description": "Add.", "test_cases": {"a": "f(1)"},
             "ground_truth": "def f(x): return x"}
-    names = {name: tmp_path / name for name in ("tasks", "logged", "prompt")}
+    names = {name: tmp_path / name for name in ("tasks", "logged", "prompt", "human_prompt")}
     names["tasks"].write_text(json.dumps(task))
     names["logged"].write_text(json.dumps(task | {"domain": "logged"}))
     names["prompt"].write_text("Reply.")
+    names["human_prompt"].write_text("Tell {hidden_information}.")
     with pytest.raises(SystemExit, match=found):
         collect_now(*flags.format(**names).split(), "--output", tmp_path / "o")
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))

@@ -32,11 +32,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tqdm import tqdm
+
 from collect import collect_episodes, collect_parser
 from collect import parse_args as check_args
 from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import read_flags
+from runtime.text import harmless
 from speakers import load_speaker
 from speakers.fill import print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
@@ -94,6 +97,7 @@ class GraderChoice:
 
     def __init__(self, speaker):
         self.speaker = speaker
+        self.unread = 0  # replies that named no candidate
 
     @property
     def given_up(self):
@@ -118,6 +122,10 @@ class GraderChoice:
         number = re.search(r"\d+", said)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
+        self.unread += 1
+        if self.unread in (1, 10, 100, 1000):  # the first candidate is said, as if N were 1
+            tqdm.write(f"the grader has named no candidate in {self.unread} of its replies, such as"
+                       f" {harmless(said[:60])!r}; the first one is taken", sys.stderr)
         return 0
 
 
