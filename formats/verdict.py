@@ -160,12 +160,11 @@ def cautions(results):
 
 def copies(results):
     """Sentences on policies whose dialogues are those of another one."""
-    first, sentences = {}, []  # digest of the dialogues -> the first policy that has them
+    same = {}  # hash of the dialogues -> the policies that have them
     for name, policy in results["policies"].items():
-        other = first.setdefault(policy["dialogues"], name)
-        if other != name:
-            sentences.append(f"The dialogues of {name} are those of {other}, word for word.")
-    return sentences
+        same.setdefault(policy["dialogues"], []).append(name)
+    return [f"The dialogues of {' and '.join(others)} are those of {first}, word for word."
+            for first, *others in same.values() if others]
 
 
 # -----------------------------------------------------------------------------

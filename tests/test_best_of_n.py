@@ -150,5 +150,6 @@ def test_critics_of_either_kind_choose_and_episodes_note_it(tiny, toy_episodes, 
     one, three, plain = (read_rows(tmp_path / f"{name}.jsonl") for name in ("1", "3", "plain"))
     assert not any(row["error"] for row in three)
     assert {(row["best_of_n"], row["scorer"]) for row in three} == {(3, str(critic))}
+    assert {row["judge"] for row in plain} == {"--judge fixed"}
     assert one == [row | {"best_of_n": 1, "scorer": str(critic)} for row in plain]
     assert list(map(said, one)) != list(map(said, three))
