@@ -273,7 +273,7 @@ class Browser:
             self.pages_left -= 1
             self.devtools.set_deadline(self.seconds_per_page)
             return self._draw(html)
-        except Exception:
+        except BaseException:  # also Ctrl-C, after which a notebook goes on
             self.close()  # whatever the page did to Chromium ends here
             raise
 
@@ -401,6 +401,8 @@ def settled_page(html):
     html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
     html = re.sub(r"<script[^<>]*>\s*</script>", tailwind_link, html, flags=re.IGNORECASE)
     html = re.sub(r"</?(animate\w*|set|marquee)\b[^<>]*>", "", html, flags=re.IGNORECASE)
+    # such a picture may come after the screenshot
+    html = re.sub(r"\bdecoding\s*=\s*([\"']?)async\1", "", html, flags=re.IGNORECASE)
     # the style below reaches neither pictures in SVG nor frames
     html = re.sub(r"(@|%40)(-\w+-)?keyframes", r"\1still", html, flags=re.IGNORECASE)
     stop = "*,::before,::after{animation:none!important;transition:none!important}"

@@ -48,6 +48,7 @@ import os
 import queue
 import re
 import sys
+import textwrap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -168,8 +169,10 @@ class Judge:
     def __enter__(self) -> Judge:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.threads.shutdown()
+    def __exit__(self, kind, *_) -> None:
+        if kind:  # such as Ctrl-C: what still runs is of no use
+            self.close()
+        self.threads.shutdown(cancel_futures=True)
         self.close()
 
     def grade(self, task: dict, answer: object, profile: str = "fixed") -> Grade:
@@ -233,18 +236,26 @@ class Judge:
                     return self.run_all(worker, code, tests, profile, seconds, max_timeouts)
                 except OSError as error:
                     no_room = isinstance(error, TimeoutError)  # the worker could start no child
-                    close_workers({worker})
-                self.workers.discard(worker)
-                if not self.close.alive:  # closed while this code ran
-                    raise SystemExit("the judge is closed")
-                worker = Worker()
-                self.workers.add(worker)
-                worker.ready()
+                worker = self.replaced(worker)
             if no_room:
                 raise SystemExit(NO_ROOM)
             return ["crashed"] * len(tests)
+        except KeyboardInterrupt:  # which leaves the worker in the middle of a job
+            worker = self.replaced(worker)
+            raise
         finally:
             self.idle.put(worker)
+
+    def replaced(self, worker: Worker) -> Worker:
+        """A new worker in place of this one."""
+        close_workers({worker})
+        self.workers.discard(worker)
+        if not self.close.alive:  # closed while the worker ran
+            raise SystemExit("the judge is closed")
+        worker = Worker()
+        self.workers.add(worker)
+        worker.ready()
+        return worker
 
     def run_all(
         self, worker: Worker, code: str, tests: list[str], profile: str, seconds: float,
@@ -307,7 +318,7 @@ ANSWER_MARKER = "I WANT TO ANSWER:"
 PYTHON_TAGS = ("python", "python3", "py", "py3")
 # Three backticks that begin a line, or end one with nothing but a tag behind them. In code, they
 # may stand elsewhere: in a text, or in the indented example of a docstring.
-FENCE = re.compile(r"^ {0,3}```|(?<=\S)[ \t]*```(?=\w*[ \t]*$)", re.MULTILINE)
+FENCE = re.compile(r"^ {0,3}```|(?<=\S)[ \t]*```(?=\w*[ \t]*\r?$)", re.MULTILINE)
 # Profile "official": the published grader gives 0 to an answer that contains one of these anywhere.
 BANNED = ("import os", "from os", "import sys", "from sys")
 BANNED += ("sudo", "transformers", "exit(", "quit(", "argparse")
@@ -324,14 +335,21 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
     parts = answer.split(ANSWER_MARKER)
     text = parts[0]
     if len(parts) > 1 and parts[1].strip():
-        text = parts[1]
+        text = parts[1].lstrip(" \t")  # behind the marker, this is no indentation
     blocks = [read_block(block) for block in FENCE.split(text)[1::2]]
     for tag, code in blocks:
         if tag in PYTHON_TAGS:
-            return code.strip()
-    if blocks:
-        return blocks[0][1].strip()
-    return text.strip()
+            return unindented(code)
+    return unindented(blocks[0][1] if blocks else text)
+
+
+def unindented(code: str) -> str:
+    """The code without the indentation that it has in a list, and without a byte order mark."""
+    code = code.lstrip("\ufeff").rstrip()
+    first = next((line for line in code.splitlines() if line.strip()), "")
+    if first.startswith((" ", "\t")):
+        code = textwrap.dedent(code)
+    return code.strip()
 
 
 def read_block(block: str) -> tuple[str, str]:

@@ -258,6 +258,7 @@ def readable_paths() -> list[str]:
         "/usr/lib",
         "/usr/lib64",
         "/usr/share/zoneinfo",
+        "/etc/mime.types",
         "/etc/ld.so.cache",
         "/dev/urandom",
     ]

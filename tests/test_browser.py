@@ -208,6 +208,10 @@ def test_what_moves_is_drawn_at_rest(browser, moving):
     assert len({browser.render(page) for _ in range(4)}) == 1
 
 
+def test_no_picture_may_come_after_the_screenshot():
+    assert "async" not in settled_page("<img decoding=async src=a><img DECODING = 'async' src=b>")
+
+
 def test_odd_text_is_rendered(browser):
     odd = ("", "\ud800 half a pair", "<html>\0 zero</html>", "<!doctype html><p>\u2028 \U0001f600")
     for html in odd:

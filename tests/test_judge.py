@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 import venv
@@ -184,10 +185,19 @@ def test_an_unknown_profile_is_refused(judge):
     "```X```",
     "Here it is: ```python\nX\n``` That is all.",
     "  ```python\nX\n  ```",
+    "text\r\nHere it is: ```python\r\nX\r\n```\r\n",
+    "\ufeffX",
 ])
 def test_code_is_found_in_fences_and_after_the_marker(answer):
     code = DOUBLE["ground_truth"]
     assert extract_code(answer.replace("X", code)) == code
+
+
+@pytest.mark.parametrize("answer", ["1. Code:\n{}", "- Code:\n{}", "{}"])
+def test_code_in_a_list_loses_the_lists_indentation(answer):
+    code = f"import math\n\n{DOUBLE['ground_truth']}"
+    indented = textwrap.indent(code if answer == "{}" else f"```python\n{code}\n```", "   ")
+    assert extract_code(answer.format(indented)) == code
 
 
 @pytest.mark.parametrize("fence", ["X", "```python\nX\n```"])
@@ -438,6 +448,36 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+@pytest.fixture
+def ctrl_c():
+    """A function that presses Ctrl-C in half a second."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield lambda: signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.signal(signal.SIGALRM, before)
+
+
+ASLEEP = "import time\ntime.sleep(9)\n"
+
+
+def test_an_answer_after_ctrl_c_is_graded_at_once(ctrl_c):
+    with Judge(1) as alone:
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+        ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            alone.grade(DOUBLE, ASLEEP)
+        began = time.monotonic()
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+        assert time.monotonic() - began < 10  # a worker in the middle of a job would take 60
+
+
+def test_ctrl_c_ends_the_grading_of_many_answers(ctrl_c):
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Judge(2) as judge:
+        ctrl_c()
+        judge.grade_all([DOUBLE] * 40, [ASLEEP] * 40, "official")  # 20 seconds or more
+    assert time.monotonic() - began < 10
 
 
 def test_a_machine_without_room_for_a_process_ends_the_run_and_fails_no_answer(monkeypatch):
