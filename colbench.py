@@ -187,7 +187,8 @@ def human_page_view(task, history, prompt, judge):
     it could not be drawn.
     """
     shown, wanted = last_page(history), solution_page(task["ground_truth"])
-    agent_png, solution_png = judge.picture(shown) if shown else None, judge.picture(wanted)
+    agent_png = judge.picture(shown) if shown else None
+    solution_png = judge.picture(wanted)
     words = official_addresses(history[-1]["content"])
     page = extract_html(words)
     if page:

@@ -160,7 +160,7 @@ def candidates(state, agent, n, seed):
     # "candidates" keeps this seed apart from the dialogue's
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
-        said = agent.reply(Request(state["messages"], n, seed, state["task"]))
+        said = agent.reply(Request(state["messages"], n=n, seed=seed, task=state["task"]))
     except SpeakerError as reason:
         return state | {"error": str(reason)}
     return state | {"candidates": [utterance.text for utterance in said],
@@ -218,9 +218,9 @@ def collect_states(args, process):
     return store.finish(jobs)
 
 
-def open_store(args, process, key, inputs, models=()):
+def open_store(args, process, key_of, inputs, models=()):
     """The output as a ResumableJsonl, without failed rows; another command's file is refused."""
-    return open_rows(args.output, vars(args), inputs, process, key,
+    return open_rows(args.output, vars(args), inputs, process, key_of,
                      models=(args.agent, args.human, *models), may_differ=["batch_size"])
 
 
@@ -303,8 +303,8 @@ def collect_parser(description):
     return parser
 
 
-def parse_args(argv=None, parser=None):
-    parser = parser or collect_parser(__doc__)
+def parse_args(argv=None):
+    parser = collect_parser(__doc__)
     args = parser.parse_args(argv)
     refuse_unused(parser, args)
     return args

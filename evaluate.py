@@ -120,7 +120,7 @@ def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
     If all tasks end alike, the bootstrap has no width. With `limits`, Wilson's interval takes its
-    place, also for a single task: a share u = z² / (n + z²) of the n tasks counts as unseen, with
+    place, also for a single task: as if a share u = z² / (n + z²) of the n tasks were unknown, with
     the least possible value at the low end, the greatest at the high end. (After n successes, this
     is [1 - u, 1].) Without limits, the width stays 0, and a single task has no interval.
     """
@@ -195,7 +195,8 @@ def score(policies, draws=2000):
     if DOMAINS[domain].logged:
         limits["reward"] = None  # a log's reward may be any number
     task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, T)
-    values, seed_draws = {}, {}  # policy -> key -> (R, T); policy -> (D, R)
+    values = {}  # policy -> number -> (R, T)
+    seed_draws = {}  # policy -> (D, R)
     facts = {}  # policy -> all that is said of it
     for name, seeds in policies.items():
         means = [task_means(episodes, task_ids) for episodes in seeds]

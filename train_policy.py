@@ -131,7 +131,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
         better, worse = episodes, episodes
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
-    # 1e-9: as floats, 0.3 - 0.2 is less than 0.1
+    # of these, those that differ by at least `margin`; 1e-9: as floats, 0.3 - 0.2 is below 0.1
     return [(chosen, rejected) for chosen in better for rejected in worse
             if chosen["reward"] > rejected["reward"]  # needed with a margin of 0
             and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
@@ -247,10 +247,9 @@ def dpo_objective(model, pairs, beta, nll):
 def set_reference(model, rows, run, rows_at_once):
     """Set row.reference, the log-prob of each turn under pi_ref: `model` before its first step."""
     rows = sorted(rows, key=lambda row: row.last_turn_start)
-    with run.scoring(model):  # without gradients
-        # the processes share the rows; "reference" is the name of the progress bar
+    with run.scoring(model):  # without gradients; the processes share the rows
         logprobs = run.map(lambda part: turn_logprobs(model, part)[0].cpu(), rows, rows_at_once,
-                           "reference")
+                           description="reference")
     for row, padded in zip(rows, logprobs, strict=True):  # (S,) each
         row.reference = padded[:row.turns]
 
@@ -333,20 +332,20 @@ def main(args):
     if run.complete:
         return
 
-    # 1. pairs of rows
-    tokenizer = load_tokenizer(args.model, args.max_length)
+    # pairs of rows
+    tokenizer = load_tokenizer(args.model, args.max_length)  # refuses what cannot be trained
     read_pairs = read_candidate_pairs if args.candidates else read_episode_pairs
     groups, agent_prompt = read_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
     run.refuse_unequal_data([row.ids for row in rows])  # all processes must have read the same
 
-    # 2. the policy. Its weights are those of pi_ref until run.resume below, so no second model is
+    # the policy. Its weights are those of pi_ref until run.resume below, so no second model is
     # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
-    # 3. steps
+    # steps
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)

@@ -9,21 +9,22 @@ from runtime.processes import join_processes
 from runtime.record import edited_since, open_rows, read_run
 
 
-def rank_states(args, open_critic, flags, max_length):
+def rank_states(args, open_critic, flags):
     """Write --ranked: the states of --candidates, with advantages from the critic in --output.
 
     `open_critic(device)` gives the critic. `flags` are flags of the ranking that only this critic
-    has, for the record of the output; `max_length` is the one that it was trained with.
+    has, for the record of the output.
     """
     process = join_processes()
     path = args.ranked or Path(args.output, "ranked.jsonl")
     record = Path(args.output, "run.json")
+    run = read_run(record)
     states, omitted = read_candidates(args.candidates)
     flags = flags | {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
     inputs = [args.candidates, record]
     # rows are appended one by one, so a killed command goes on where it stopped
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
-    for script in edited_since(read_run(record)):
+    for script in edited_since(run):
         if process.leads:
             print(f"{args.output}: {script} was edited since this critic was trained; the"
                   " advantages are those of the code as it is now")
@@ -41,4 +42,4 @@ def rank_states(args, open_critic, flags, max_length):
         too_long = sum(state["advantages"] is None for state in ranked)
         print(f"{path}: {len(ranked)} ranked states ({omitted} failed ones omitted); {too_long}"
               " have no advantages, because they are too long for the critic (--max_length"
-              f" {max_length})")
+              f" {run['flags']['max_length']})")

@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from collect import collect_episodes, collect_parser
-from collect import parse_args as check_args
 from runtime.names import check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import read_flags
@@ -44,7 +43,7 @@ from speakers import load_speaker
 from speakers.fill import print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
-from speakers.roles import open_agent
+from speakers.roles import open_agent, refuse_unused
 from variants.value_critic import CRITIC_FLAGS, open_critic
 
 GRADER = "grader:"  # in front of a speaker, as --critic names it
@@ -172,7 +171,8 @@ def parse_args(argv=None):
     parser.add_argument("--critic", required=True, help="a critic's checkpoint directory, or"
                         " grader:SPEC, a language model named as --agent is")
     parser.add_argument("--critic_model", help="model name to ask a grader's server for")
-    args = check_args(argv, parser)
+    args = parser.parse_args(argv)
+    refuse_unused(parser, args)
     if not is_server(args.critic.removeprefix(GRADER)):
         parser.refuse_ignored(args, ["critic_model"],
                               f"because {args.critic} is not the address of a server")

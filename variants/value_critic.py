@@ -260,8 +260,8 @@ class ValueCritic:
     def turn_advantages(self, rows):
         """The value of each turn of the rows, (R, S)."""
         values, _ = turn_values(self.model, rows)  # (R, S)
-        if not values.isfinite().all():
-            found = values[~values.isfinite()]
+        found = values[~values.isfinite()]
+        if len(found):
             raise SystemExit(f"found {len(found)} values that are not finite ({found[0]}), expected"
                              " finite ones; rank again with --dtype float32 and a new --ranked,"
                              " without --episodes")
@@ -291,7 +291,8 @@ def rank(args):
     def open_value_critic(device):
         return ValueCritic(args.output, device, args.dtype)
 
-    rank_states(args, open_value_critic, {}, read_value_flags(args.output)["max_length"])
+    read_value_flags(args.output)  # refuses another kind of critic
+    rank_states(args, open_value_critic, {})
 
 
 # -----------------------------------------------------------------------------
