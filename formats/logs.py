@@ -49,8 +49,8 @@ def import_command(args):
     else:
         episodes, graded = official_episodes(args.file, prompt, args.judge)
     if args.judge != "fixed" and not graded:
-        raise SystemExit(f"{args.file}: found a reward of its own in each line, expected none with"
-                         f" --judge {args.judge}, which grades answers; omit the flag")
+        raise SystemExit(f"{args.file}: found no answer that has to be graded, expected some with"
+                         f" --judge {args.judge}; omit it")
     output = Path(args.output)
     write_new(output, as_jsonl(episodes))
     by_task = group_by_task(episodes)
@@ -63,7 +63,7 @@ def import_command(args):
             f" {unequal} of them with different rewards")
     if found:
         said += f"; rewards from {min(found):g} to {max(found):g}"
-        said += f", {graded} of them graded here" if graded else ", taken as they are"
+        said += "" if graded else ", taken as they are"
     print(said)
     if failed:
         print(f"Episodes that an error has stopped, which no stage uses: {failed}")
@@ -102,9 +102,9 @@ def official_episodes(path, prompt, profile):
                          if message["role"] == "assistant"), None)
         others += isinstance(was_read, str) and episode["agent_prompt"].strip() not in was_read
     if others:
-        print(f"Dialogues whose agent had other instructions (see `input`): {others} of"
-              f" {len(episodes)}. Later stages take {'ours' if prompt is None else 'those given'};"
-              " give its own with --agent_prompt FILE.")
+        print(f"Dialogues whose `input` does not hold the agent's instructions: {others} of"
+              f" {len(episodes)}. Later stages will use {'our' if prompt is None else 'the given'}"
+              " instructions; give those that the agent had with --agent_prompt FILE.")
     return episodes, graded
 
 

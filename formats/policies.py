@@ -55,8 +55,6 @@ def shared_tasks(policies):
 def facts_of(policy):
     """Who played the episodes of a policy, how they were graded, and what went wrong."""
     episodes = [episode for of_seed in policy for episode in of_seed]
-    texts = [[message["content"] for message in episode["dialogue_history"]]
-             for episode in episodes]
 
     def found(key):
         """The values of a key, without None."""
@@ -66,7 +64,14 @@ def facts_of(policy):
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
             "judges": found("judge"), "prompts": found("agent_prompt"),
             "best_of": sorted({f"{episode['best_of_n']} candidates by {episode['scorer']}"
-                               for episode in episodes if episode.get("best_of_n")}),
+                               for episode in episodes if (episode.get("best_of_n") or 1) > 1}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,
-            "dialogues": hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16],
+            "dialogues": [hash_of_words(of_seed) for of_seed in policy],
             "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
+
+
+def hash_of_words(episodes):
+    """A hash of all that was said in episodes without an error; None if there are none."""
+    said = [[message["content"] for message in episode["dialogue_history"]]
+            for episode in episodes if not episode["error"]]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16] if said else None

@@ -134,35 +134,42 @@ def cautions(results):
         sentences.append("The dialogues were held with different humans"
                          f" ({', '.join(sorted(humans))}), so differences between policies may be"
                          " due to them.")
+    prompts = {tuple(policy["prompts"]) for policy in results["policies"].values()
+               if policy["prompts"] and policy["max_turns"] != 1}
     limits = {name: policy["max_turns"] for name, policy in results["policies"].items()
               if policy["max_turns"] and policy["max_turns"] > 1}  # a single turn is a baseline
     if len(set(limits.values())) > 1:
         listed = ", ".join(f"{harmless(name)} {limit}" for name, limit in limits.items())
         sentences.append(f"The policies had different numbers of turns (--max_turns: {listed}), so"
                          " differences may be due to them.")
-    elif len({tuple(results["policies"][name]["prompts"]) for name in limits}) > 1:
+    elif len(prompts) > 1:
         sentences.append("The agents had different instructions (agent_prompt in the episodes), so"
                          " differences may be due to them.")
     judges = {name: " or ".join(policy["judges"]) for name, policy in results["policies"].items()
               if policy["judges"]}
     if len(set(judges.values())) > 1:
-        listed = ", ".join(f"{harmless(name)} {harmless(judge) or 'default'}"
+        listed = ", ".join(f"{name} {harmless(judge) or 'the defaults'}"
                            for name, judge in judges.items())
         sentences.append(f"The answers were graded with different flags ({listed}), so differences"
                          " may be due to them.")
     for name, policy in results["policies"].items():
-        if policy["best_of"]:
-            chosen = harmless(" or ".join(policy["best_of"]))
-            sentences.append(f"Each turn of {name} was chosen from {chosen}. A critic that sees the"
-                             " solution cannot choose for a deployed policy.")
+        for chosen in policy["best_of"]:
+            sentence = f"Each turn of {name} was the best of {harmless(chosen)}."
+            if "grader:" not in chosen:
+                sentence += (" A critic that sees the solution cannot choose for a deployed"
+                             " policy.")
+            sentences.append(sentence)
     return sentences + copies(results)
 
 
 def copies(results):
-    """Sentences on policies whose dialogues are those of another one."""
-    same = {}  # hash of the dialogues -> the policies that have them
+    """Sentences on policies, or seeds of them, whose dialogues are those of another one."""
+    same = {}  # hash of the dialogues -> who has them
     for name, policy in results["policies"].items():
-        same.setdefault(policy["dialogues"], []).append(name)
+        for seed, dialogues in enumerate(policy["dialogues"], 1):
+            if dialogues:
+                who = name if policy["seeds"] == 1 else f"file {seed} of {name}"
+                same.setdefault(dialogues, []).append(who)
     return [f"The dialogues of {' and '.join(others)} are those of {first}, word for word."
             for first, *others in same.values() if others]
 

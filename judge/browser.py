@@ -402,7 +402,8 @@ def settled_page(html):
     html = re.sub(r"<script[^<>]*>\s*</script>", tailwind_link, html, flags=re.IGNORECASE)
     html = re.sub(r"</?(animate\w*|set|marquee)\b[^<>]*>", "", html, flags=re.IGNORECASE)
     # such a picture may come after the screenshot
-    html = re.sub(r"\bdecoding\s*=\s*([\"']?)async\1", "", html, flags=re.IGNORECASE)
+    html = re.sub(r"(?<![-\w])decoding\s*=\s*([\"']?)async\1(?=[\s/>])", "", html,
+                  flags=re.IGNORECASE)
     # the style below reaches neither pictures in SVG nor frames
     html = re.sub(r"(@|%40)(-\w+-)?keyframes", r"\1still", html, flags=re.IGNORECASE)
     stop = "*,::before,::after{animation:none!important;transition:none!important}"

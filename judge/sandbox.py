@@ -236,26 +236,23 @@ class Judge:
                     return self.run_all(worker, code, tests, profile, seconds, max_timeouts)
                 except OSError as error:
                     no_room = isinstance(error, TimeoutError)  # the worker could start no child
-                worker = self.replaced(worker)
+                    close_workers({worker})
+                self.workers.discard(worker)
+                if self.close.alive:
+                    worker = Worker()
+                    self.workers.add(worker)
+                if not self.close.alive:  # closed while this code ran, or the worker started
+                    close_workers({worker})
+                    raise SystemExit("the judge is closed")
+                worker.ready()
             if no_room:
                 raise SystemExit(NO_ROOM)
             return ["crashed"] * len(tests)
-        except KeyboardInterrupt:  # which leaves the worker in the middle of a job
-            worker = self.replaced(worker)
+        except KeyboardInterrupt:  # it leaves the worker in the middle of a job
+            close_workers({worker})  # the next job finds it dead, and replaces it
             raise
         finally:
             self.idle.put(worker)
-
-    def replaced(self, worker: Worker) -> Worker:
-        """A new worker in place of this one."""
-        close_workers({worker})
-        self.workers.discard(worker)
-        if not self.close.alive:  # closed while the worker ran
-            raise SystemExit("the judge is closed")
-        worker = Worker()
-        self.workers.add(worker)
-        worker.ready()
-        return worker
 
     def run_all(
         self, worker: Worker, code: str, tests: list[str], profile: str, seconds: float,
@@ -344,12 +341,15 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
 
 
 def unindented(code: str) -> str:
-    """The code without the indentation that it has in a list, and without a byte order mark."""
-    code = code.lstrip("\ufeff").rstrip()
-    first = next((line for line in code.splitlines() if line.strip()), "")
-    if first.startswith((" ", "\t")):
-        code = textwrap.dedent(code)
-    return code.strip()
+    """The code without a byte order mark, and without the indentation that it has in a list."""
+    code = code.lstrip("\ufeff\r\n").rstrip()
+    if not code.startswith((" ", "\t")):
+        return code
+    moved = textwrap.dedent(code).strip()
+    first, _, rest = moved.partition("\n")
+    if first.rstrip().endswith(":") and not rest.startswith((" ", "\t", "\n")):
+        return code.strip()  # only its first line was indented
+    return moved
 
 
 def read_block(block: str) -> tuple[str, str]:

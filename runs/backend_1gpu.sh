@@ -11,7 +11,8 @@
 # Counted (docs/scaling.md): 14 GB of GPU memory for training, with LORA=1 23. Estimated: 5 hours,
 # with LORA=1 15; 8 GB of host memory, with LORA=1 40; 20 GB of disk, with LORA=1 100.
 # The learning rates are starts that nobody has tried: watch train/margin rise.
-# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or HUMAN_URL).
+# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or one behind
+# HUMAN_URL).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}

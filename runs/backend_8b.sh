@@ -13,7 +13,8 @@
 # These hours are estimated. 22 to 27 GB of each of eight GPUs, or 137 to 143 GB of one, are counted
 # (docs/scaling.md has both; the critic's 137 GB were measured, too). Ranking takes 37 GB of each
 # GPU. Disk: 300 GB under OUT, which all nodes share.
-# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or HUMAN_URL).
+# SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or one behind
+# HUMAN_URL).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 RUN=${RUN:-torchrun --nproc_per_node 8}
@@ -26,8 +27,8 @@ TEST=(--tasks data/backend_tasks/test.jsonl --num_tasks 1000)
 TRAINING=()
 SAMPLING=()
 CANDIDATES=(--batch_size 256) # 16 of each turn of a tenth of the tasks
-PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE; its grading:
-           # --judge official
+PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
+GRADING=() # that of the official code: --judge official
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
@@ -43,7 +44,7 @@ fi
 
 play() { # NAME AGENT
   $RUN collect.py "${TEST[@]}" --samples_per_task 1 --agent "$2" "${SAMPLING[@]}" "${PROMPTS[@]}" \
-    "${HUMAN[@]}" --output "$OUT/test/$1.jsonl"
+    "${GRADING[@]}" "${HUMAN[@]}" --output "$OUT/test/$1.jsonl"
 }
 
 # 0. the model as it is (22.4 % in the paper, with its prompts and grading): if the human does not
@@ -54,7 +55,7 @@ play base "$MODEL"
 #    python colbench.py import data/colbench_code_offline_15k_llama8b.jsonl --agent_prompt FILE \
 #      --output "$OUT/episodes.jsonl"
 $RUN collect.py "${TRAIN[@]}" --samples_per_task 3 --agent "$MODEL" "${SAMPLING[@]}" \
-  "${PROMPTS[@]}" "${HUMAN[@]}" --output "$OUT/episodes.jsonl"
+  "${PROMPTS[@]}" "${GRADING[@]}" "${HUMAN[@]}" --output "$OUT/episodes.jsonl"
 
 # 2. candidates. A server samples faster than the scripts do: while one serves the model on the same
 #    GPUs, give this step --agent URL --agent_model "$MODEL"

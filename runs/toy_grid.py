@@ -35,7 +35,7 @@ def cell_of(name):
 
 def table(cells):
     rows = [["likely details", "tasks", *POLICIES.values(),
-             "SWEET-RL minus rejection fine-tuning", "AUC with, without the solution"]]
+             "SWEET-RL's lead over rejection fine-tuning", "AUC with, without the solution"]]
     for name in sorted(cells, key=cell_of):
         cell, auc = cells[name], []
         for policy in ("sweet", "sweet_no_privileged"):

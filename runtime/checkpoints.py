@@ -146,7 +146,7 @@ def load_state(folder, model, optimizer, process):
 def make_moments(optimizer, parameters):
     """Make the optimiser create its moments, by a step with gradients of 0.
 
-    The caller replaces the weights, too: a weight decay would change them.
+    With weight decay, the step changes the weights; load_state copies the saved ones back.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -205,7 +205,8 @@ def shard(model, run, args):
     """Apply FSDP2 to each decoder layer and the root: fp32 weights, compute in --dtype. In place.
 
     It goes layer by layer, so that with several GPUs none ever holds the weights of the whole
-    model. It also turns on activation checkpointing. One process on a CPU needs no FSDP in fp32.
+    model. It also turns on activation checkpointing. In fp32, one process on a CPU is left without
+    FSDP.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

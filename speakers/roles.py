@@ -98,10 +98,11 @@ def read_prompts(args, tasks, domain):
     agent_prompt = read_prompt(args.agent_prompt)
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
-    if "{hidden_information}" in agent_prompt:
-        raise SystemExit(f"{args.agent_prompt}: found an agent prompt with {{hidden_information}},"
-                         " expected one without it, since only the human is told that; is the file"
-                         " that of the human?")
+    for field in ("hidden_information", "problem_description"):
+        if args.agent_prompt and "{" + field + "}" in agent_prompt:
+            raise SystemExit(f"{args.agent_prompt}: found an agent prompt with {{{field}}},"
+                             " expected one without it, since only {max_turns} is filled in; give"
+                             " the human's prompt as --human_prompt")
     return agent_prompt, human_prompt
 
 

@@ -118,8 +118,8 @@ def test_a_grader_that_names_no_candidate_is_noticed(capsys):
     for _ in range(2):
         assert BestOfN(Served(asker(lambda key: 9)), choice, 3).reply(REQUEST)
     said = capsys.readouterr().err
-    assert said == ("the grader has named no candidate in 1 of its replies, such as"
-                    " 'Yes, it should.'; the first one is taken\n")
+    assert said.startswith("the grader's reply 'Yes, it should.' names no candidate, expected a")
+    assert said.count("\n") == 1  # once
 
 
 def test_a_grader_that_dies_is_given_up_and_passes_no_unchosen_candidate():

@@ -396,7 +396,9 @@ def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, ca
     ({"agent_prompt": "Ask.", "max_turns": 9}, {"agent_prompt": "Answer.", "max_turns": 9},
      "The agents had different instructions (agent_prompt in the episodes), so"),
     ({"best_of_n": 4, "scorer": "critic"}, {},
-     "Each turn of a was chosen from 4 candidates by critic. A critic that sees the solution"),
+     "Each turn of a was the best of 4 candidates by critic. A critic that sees the solution"),
+    ({"best_of_n": 4, "scorer": "grader:x"}, {"best_of_n": 1, "scorer": "critic"},
+     "Each turn of a was the best of 4 candidates by grader:x.\n"),
     ({}, {}, "The dialogues of b are those of a, word for word.")])
 def test_what_else_may_explain_a_difference_is_said(tmp_path, capsys, ours, theirs, said):
     policies = {"a": outcomes(3, 4, **ours), "b": outcomes(2, 4, **theirs)}
@@ -405,7 +407,20 @@ def test_what_else_may_explain_a_difference_is_said(tmp_path, capsys, ours, thei
     other = {"dialogue_history": dialogue("p", "I WANT TO ANSWER: other")}
     evaluated(tmp_path, a=outcomes(3, 4, **theirs), b=outcomes(2, 4, **theirs, **other))
     printed = capsys.readouterr().out
-    assert not any(part in printed for part in ("different", "chosen from", "word for word"))
+    assert not any(part in printed for part in ("different", "best of", "word for word"))
+
+
+def test_copies_of_a_seed_are_named_and_unknown_instructions_and_errors_are_no_reason(
+        tmp_path, capsys):
+    evaluated(tmp_path, *seeds(tmp_path, "p", 4, 1, 2))
+    said = capsys.readouterr().out
+    assert "The dialogues of file 2 of p are those of file 1 of p, word for word." in said
+    unknown = [episode(0, reward=None, error="gone", agent_prompt=None)]
+    with pytest.raises(SystemExit):
+        evaluated(tmp_path, a=unknown, b=unknown,
+                  c=outcomes(1, 1, agent_prompt="Ask.", max_turns=9))
+    said = capsys.readouterr().out
+    assert "word for word" not in said and "instructions" not in said
 
 
 def test_a_bound_of_exactly_0_excludes_no_0_whatever_the_order_of_addition():

@@ -186,7 +186,8 @@ def test_an_unknown_profile_is_refused(judge):
     "Here it is: ```python\nX\n``` That is all.",
     "  ```python\nX\n  ```",
     "text\r\nHere it is: ```python\r\nX\r\n```\r\n",
-    "\ufeffX",
+    "\n\ufeffX",
+    "```python\n    X\n```",  # only its first line is indented
 ])
 def test_code_is_found_in_fences_and_after_the_marker(answer):
     code = DOUBLE["ground_truth"]
@@ -455,6 +456,7 @@ def ctrl_c():
     """A function that presses Ctrl-C in half a second."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield lambda: signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 

@@ -78,14 +78,14 @@ def test_official_answers_are_graded_by_the_chosen_rules_and_other_instructions_
         said = run_script(*arguments, "--judge", judge).stdout
         (episode,) = read_episodes(tmp_path / judge / "log.episodes")
         assert (episode["reward"], episode["judge"]) == (reward, f"--judge {judge}")
-        assert f"rewards from {reward:g} to {reward:g}, 1 of them graded here" in said
-        assert "Dialogues whose agent had other instructions (see `input`): 1 of 1." in said
+        assert f"rewards from {reward:g} to {reward:g}\n" in said and f"1 (judge {judge})" in said
+        assert "Dialogues whose `input` does not hold the agent's instructions: 1 of 1." in said
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("rendered")
     done = run_script(*import_of(tmp_path / "known", helped), "--agent_prompt", prompt)
-    assert "other instructions" not in done.stdout
+    assert "instructions" not in done.stdout
     said = refusal(*import_of(tmp_path / "graded", helped | {"reward": 0.5}), "--judge", "official")
-    assert "found a reward of its own in each line" in said
+    assert "found no answer that has to be graded" in said
 
 
 def imported(folder, *lines):

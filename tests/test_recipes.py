@@ -56,6 +56,13 @@ def test_the_toy_recipe_trains_plays_and_compares_every_policy(tmp_path):
 # Smoke runs
 
 
+@pytest.mark.parametrize("name", ["backend_1gpu.sh", "backend_8b.sh", "frontend_8b.sh"])
+def test_a_smoke_run_needs_no_server(name, tmp_path):
+    commands = run_recipe(name, tmp_path, SHORT="1")
+    assert all(map(check_command, commands))
+    assert any("scripted" in words for words in commands) and "http" not in str(commands)
+
+
 def scripted_human(domain):
     """The embedded world's human behind a server: it finds the task by what the human wants."""
     tasks = toy_tasks(f"toy:{domain}:train", 60) + toy_tasks(f"toy:{domain}:test", 20)

@@ -96,7 +96,7 @@ class GraderChoice:
 
     def __init__(self, speaker):
         self.speaker = speaker
-        self.unread = 0  # replies that named no candidate
+        self.told = False  # whether a message has named a reply without a candidate
 
     @property
     def given_up(self):
@@ -121,10 +121,11 @@ class GraderChoice:
         number = re.search(r"\d+", said)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
-        self.unread += 1
-        if self.unread in (1, 10, 100, 1000):  # the first candidate is said, as if N were 1
-            tqdm.write(f"the grader has named no candidate in {self.unread} of its replies, such as"
-                       f" {harmless(said[:60])!r}; the first one is taken", sys.stderr)
+        if not self.told:  # if no reply names one, best of N is no more than one sample
+            self.told = True
+            tqdm.write(f"the grader's reply {harmless(said[:60])!r} names no candidate, expected a"
+                       f" number from 1 to {len(candidates)}; after such replies the first"
+                       " candidate is taken; if they are many, use another grader", sys.stderr)
         return 0
 
 

@@ -107,7 +107,7 @@ def forward_seen(model, ids, input_ids, attention_mask, **seen):
     """
     ids = ids.clone()
     later = ids[:, input_ids.shape[1]:]  # a view
-    later[later == model.config.image_token_id] = 0  # in later text, this token is no picture
+    later[later == model.config.image_token_id] = 0  # spelled out by a human, it is no picture
     for name, values in seen.items():
         if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
             seen[name] = F.pad(values, (0, later.shape[1]))
