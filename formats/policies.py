@@ -63,7 +63,7 @@ def facts_of(policy):
     return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
             "judges": found("judge"), "prompts": found("agent_prompt"),
-            "best_of": sorted({f"{episode['best_of_n']} candidates by {episode.get('scorer')}"
+            "best_of": sorted({(episode["best_of_n"], episode.get("scorer") or "a critic")
                                for episode in episodes if (episode.get("best_of_n") or 1) > 1}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,
             "dialogues": [hash_of_words(of_seed) for of_seed in policy],

@@ -6,8 +6,8 @@ from runtime.text import harmless, with_interval
 
 
 def verdict(results):
-    """Sentences: the best policy against the next best, then the others, then what to beware of."""
-    return [*who_won(results), *cautions(results)]
+    """Sentences: the best policy against the next best, the others, then what to beware of."""
+    return [*who_won(results), *cautions(results), *other_reasons(results), *copies(results)]
 
 
 def who_won(results):
@@ -128,6 +128,12 @@ def cautions(results):
     if silent:
         sentences.append("More than half of the episodes end without an answer"
                          f" ({', '.join(silent)}): success says little about the answers there.")
+    return sentences
+
+
+def other_reasons(results):
+    """Sentences on what else than the policies may explain a difference."""
+    sentences = []
     humans = {harmless(human) for policy in results["policies"].values()
               for human in policy["humans"]}
     if len(humans) > 1:
@@ -139,7 +145,7 @@ def cautions(results):
     limits = {name: policy["max_turns"] for name, policy in results["policies"].items()
               if policy["max_turns"] and policy["max_turns"] > 1}  # a single turn is a baseline
     if len(set(limits.values())) > 1:
-        listed = ", ".join(f"{harmless(name)} {limit}" for name, limit in limits.items())
+        listed = ", ".join(f"{name} {limit}" for name, limit in limits.items())
         sentences.append(f"The policies had different numbers of turns (--max_turns: {listed}), so"
                          " differences may be due to them.")
     elif len(prompts) > 1:
@@ -153,13 +159,14 @@ def cautions(results):
         sentences.append(f"The answers were graded with different flags ({listed}), so differences"
                          " may be due to them.")
     for name, policy in results["policies"].items():
-        for chosen in policy["best_of"]:
-            sentence = f"Each turn of {name} was the best of {harmless(chosen)}."
-            if "grader:" not in chosen:
+        for count, scorer in policy["best_of"]:
+            sentence = (f"Each turn of {name} was the best of {count} candidates by"
+                        f" {harmless(scorer)}.")
+            if not scorer.startswith("grader:"):  # a language model, which sees no solution
                 sentence += (" A critic that sees the solution cannot choose for a deployed"
                              " policy.")
             sentences.append(sentence)
-    return sentences + copies(results)
+    return sentences
 
 
 def copies(results):
