@@ -45,7 +45,7 @@ import random
 import typing
 
 from colbench import (
-    DOMAINS, MAX_TURNS, agent_messages, agent_prompt_of, prompt_of_episode, split_message)
+    DOMAINS, MAX_TURNS, agent_messages, agent_prompt_of, agent_view, split_message)
 from formats.outcome import outcome_of
 from formats.read import group_by_task, load_episodes, state_key
 from runtime.flags import FlagParser
@@ -129,11 +129,11 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
 def states_of(episodes):
     """Every agent turn, counted from 0, as a state: what the agent saw before it."""
     for episode in episodes:
-        history, prompt = episode["dialogue_history"], prompt_of_episode(episode)
-        turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
+        messages, _ = agent_view(episode)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for turn, index in enumerate(turns):
             yield {"task": episode["task"], "sample": episode["sample"], "turn": turn,
-                   "messages": agent_messages(history[:index], prompt),
+                   "messages": messages[:index],
                    "agent_prompt": episode["agent_prompt"], "max_turns": episode["max_turns"]}
 
 

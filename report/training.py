@@ -6,7 +6,7 @@ from pathlib import Path
 
 from formats.read import group_by_task, load_episodes
 from report.charts import training_curves
-from runtime.files import ResumableJsonl
+from runtime.files import read_jsonl
 from runtime.record import file_hash, path_from, read_run
 from train_critic import split_tasks
 
@@ -32,7 +32,7 @@ def read_training(name, path):
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected the metrics.jsonl of a training run,"
                          " which has one from its first step on")
-    rows = list(ResumableJsonl.whole_rows(path))
+    rows = [row for _, row in read_jsonl(path)]
     if not all(isinstance(row.get("step"), int) for row in rows):
         raise SystemExit(f"{path}: found a line without a step, expected the metrics.jsonl of a"
                          " training run; give episodes without --metrics")

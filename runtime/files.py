@@ -18,7 +18,8 @@ def read_jsonl(path):
         for line_number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            if not line.endswith(b"\n") and re.search(r"\.rank\d+$", str(path)):
+            grows = re.search(r"(\.rank\d+|metrics\.jsonl)$", str(path))
+            if grows and not line.endswith(b"\n"):
                 continue  # a running or killed process has written half of it
             where = f"{path}: line {line_number}"
             if line.lstrip().startswith(b"["):

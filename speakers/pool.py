@@ -7,7 +7,8 @@
 A job that gathers sleeps until no other job is awake: each one asks, too, or waits elsewhere. Then
 the thread that iterates over `run` computes one batch, and no other thread ever computes: torch
 keeps one set of threads, Ctrl-C arrives where the work is, and nobody locks a model. Outside of
-`run`, in a notebook or a test, `gather` computes at once and `elsewhere` does nothing.
+`run`, in a notebook or a test, `gather` computes at once, a thread at a time, and `elsewhere` does
+nothing.
 
 Why nothing hangs:
   1. At any time a job is awake, or asks a model, or waits elsewhere, or has ended; `Pool` changes
@@ -27,6 +28,7 @@ import itertools
 import threading
 from concurrent.futures import Future
 
+ALONE = threading.RLock()  # held while a thread outside of `run` computes
 CURRENT = threading.local()  # .job: (its Pool, the Future of its outcome), if the thread has one
 
 
@@ -150,7 +152,8 @@ def gather(compute, request):
     """compute([request, ...])[i], in one batch with what other jobs ask of the same function."""
     pool, job = getattr(CURRENT, "job", (None, None))
     if pool is None:
-        return compute([request])[0]
+        with ALONE:
+            return compute([request])[0]
     answer = Future()
     with pool.changed:
         pool.refuse_if_over()

@@ -72,6 +72,27 @@ def test_all_that_ask_a_model_are_one_batch_in_the_thread_that_iterates():
     assert model.threads == set(iterating)
 
 
+def test_threads_outside_of_a_run_compute_one_at_a_time():
+    computing, most, answers = [], [], []
+
+    def double(numbers):
+        computing.append(1)
+        most.append(len(computing))
+        time.sleep(0.01)
+        computing.pop()
+        return [2 * number for number in numbers]
+
+    def ask(number):
+        answers.append(gather(double, number))
+
+    threads = [threading.Thread(target=ask, args=[number], daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(answers) == [2 * number for number in range(8)] and max(most) == 1
+
+
 @pytest.mark.parametrize("what", ["server", "grade", "picture"])
 def test_a_batch_waits_for_no_job_that_waits_for_a_server_the_judge_or_the_browser(what):
     model, released = Model(), threading.Event()

@@ -595,6 +595,15 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
     assert [points[0][0], points[-1][0]] == [0, 4999]
 
 
+def test_only_the_last_line_of_metrics_may_be_half_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step')  # a training that still writes
+    assert [row["step"] for row in read_training("run", path).rows] == [0, 1]
+    path.write_text('{"step": 0}\n{"step\n{"step": 2}\n')
+    with pytest.raises(SystemExit, match=f"{path}: line 2: found broken JSON"):
+        read_training("run", path)
+
+
 def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
     path = write_rows(tmp_path / "episodes.jsonl", [episode(0)])
     with pytest.raises(SystemExit, match=f"{path}: found a line without a step, expected"):
