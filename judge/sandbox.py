@@ -329,10 +329,10 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
         return extract_code_officially(answer)
     if profile != "fixed":
         raise ValueError(f"found the profile {profile!r}, expected 'fixed' or 'official'")
-    parts = answer.split(ANSWER_MARKER)
-    text = parts[0]
-    if len(parts) > 1 and parts[1].strip():
-        text = parts[1].lstrip(" \t")  # behind the marker, this is no indentation
+    text, *after_marker = answer.split(ANSWER_MARKER)
+    answers = [part for part in after_marker if part.strip()]
+    if answers:
+        text = answers[0].lstrip(" \t")  # behind the marker, this is no indentation
     blocks = [read_block(block) for block in FENCE.split(text)[1::2]]
     for tag, code in blocks:
         if tag in PYTHON_TAGS:

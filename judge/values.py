@@ -64,8 +64,9 @@ def digest_of(text: str) -> str:
 class Canonical:
     """Writes a value as text, so that values of known types are equal when their texts are.
 
-    Subclasses are reduced to their base value by methods of the base, such as `int.__index__`, so
-    that no method of the answer decides. The parent compares digests of the texts.
+    Subclasses of built-in types are reduced to their base value by methods of the base, such as
+    `int.__index__`, so that no method of the answer decides; those of library types speak for
+    themselves. The parent compares digests of the texts.
     """
 
     def __init__(self, official: bool, own: str = ""):

@@ -180,6 +180,7 @@ def test_an_unknown_profile_is_refused(judge):
     "text\n```bash\npip install x\n```\n```python\nX\n```\nmore",
     "```\nX",
     "I WANT TO ANSWER: X",
+    "I WANT TO ANSWER: I WANT TO ANSWER:\nX",
     "```python3\nX\n```",
     "Sure.\nI WANT TO ANSWER:\n```python\nX\n```",
     "```X```",

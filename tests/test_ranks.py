@@ -37,6 +37,14 @@ def test_ranks_share_a_batch_in_as_many_parts_and_each_entry_counts_once(world, 
     assert len(parts) == 1 and sorted(counted) == batch
 
 
+@pytest.mark.parametrize("batch_size, named", [(1, True), (2, False)])
+def test_a_batch_of_fewer_pairs_than_processes_is_named(tiny, tmp_path, batch_size, named):
+    done = run_script("train_critic.py", *training(
+        write_episodes(tmp_path / "episodes.jsonl"), tiny(), tmp_path / "out", "--max_steps", 1,
+        "--batch_size", batch_size), processes=2)
+    assert done.stdout.count("--batch_size 1 is less than the 2 processes") == named
+
+
 def run_of(process):
     return types.SimpleNamespace(process=process, device="cpu", world=process.world)
 
