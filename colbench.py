@@ -406,8 +406,8 @@ def encode_candidates(tokenizer, messages, texts, finished, max_length):
 
 
 def main(argv=None):
-    from formats.commands import main as run_command  # `import colbench` needs none of it
-    run_command(__doc__, argv)
+    from formats.commands import main as parse_and_run  # `import colbench` needs none of it
+    parse_and_run(__doc__, argv)
 
 
 if __name__ == "__main__":

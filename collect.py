@@ -209,7 +209,7 @@ def collect_states(args, process):
     store = open_store(args, process, state_key, args.states)
     if store.missing(jobs):
         agent = open_agent(args, process)
-        at_once = agent.states_at_once(args.batch_size, args.num_candidates)
+        at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key, on_turn):  # no turn is played, so on_turn is unused
             return candidates(jobs[key], agent, args.num_candidates, args.seed)

@@ -299,9 +299,9 @@ def split_pairs(episodes, args, run):
                          f" of one task to train on, and {len(held_out)} held out (rewards from"
                          f" {min(rewards):g} to {max(rewards):g}); expected at least one; collect"
                          " more episodes of each task, or allow more pairs (--pairs all, a smaller"
-                         f" --margin or --holdout, more than --max_length {args.max_length})."
-                         " Train a model that never succeeds on demonstrations first"
-                         " (variants/sft.py)")
+                         " --margin or --holdout, more tokens than --max_length"
+                         f" {args.max_length}). Train a model that never succeeds on demonstrations"
+                         " first (variants/sft.py)")
     return groups, held_out
 
 

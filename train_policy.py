@@ -301,8 +301,8 @@ def read_candidate_pairs(tokenizer, args, run):
     if not groups:
         raise SystemExit(f"{args.candidates}: found no pair of a better and a worse candidate of"
                          f" one state with --pairing {args.pairing}, expected at least one; sample"
-                         " more candidates, or give another --pairing, or more than --max_length"
-                         f" {args.max_length}")
+                         " more candidates, or give another --pairing, or more tokens than"
+                         f" --max_length {args.max_length}")
     return groups, custom_prompt(states, run.say)
 
 
@@ -318,8 +318,8 @@ def read_episode_pairs(tokenizer, args, run):
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          " of one task, expected at least one; collect more episodes of each task,"
-                         " or allow more pairs (--pairs all, a smaller --margin, more than"
-                         f" --max_length {args.max_length})")
+                         " or allow more pairs (--pairs all, a smaller --margin, more tokens"
+                         f" than --max_length {args.max_length})")
     return groups, custom_prompt(episodes, run.say)
 
 

@@ -32,7 +32,7 @@ def rank_states(args, open_critic, flags):
     mine = store.missing(jobs)
     if mine:  # a model is loaded only for states that are left to rank
         critic = open_critic(process.device)
-        for key in tqdm(mine, unit="state", desc="ranking", **process.bar):
+        for key in tqdm(mine, unit="state", desc="ranking", **process.bar_args):
             state = jobs[key]
             advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
                                            state["finished"])

@@ -208,7 +208,7 @@ def embedded_similarity(png_a, png_b):
 
 
 def page_features(png):
-    """Mean colour and contrast of each cell [rows, 64, 3], and the share of each of 64 colours.
+    """Mean colour and contrast of each cell, (rows, 64, 3), and the share of each of 64 colours.
 
     A cell is a square of 20 pixels. The page is first scaled to a quarter: 5 pixels a cell.
     """
@@ -218,7 +218,7 @@ def page_features(png):
     picture = open_picture(png)
     rows = max(1, round(picture.height / 20))
     picture = picture.resize((64 * 5, rows * 5), Image.Resampling.BOX)
-    pixels = numpy.asarray(picture)  # [rows * 5, 64 * 5, 3]
+    pixels = numpy.asarray(picture)  # (rows * 5, 64 * 5, 3)
     cells = pixels.reshape(rows, 5, 64, 5, 3).astype(numpy.float32) / 255
     levels = pixels // 64  # four levels of each of red, green and blue
     colours = levels[..., 0] * 16 + levels[..., 1] * 4 + levels[..., 2]

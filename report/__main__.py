@@ -20,6 +20,7 @@ from pathlib import Path
 from colbench import DOMAINS
 from evaluate import score
 from formats.policies import named_files, read_policies
+from formats.verdict import all_tables, verdict
 from report.page import annotate, overview, page_of
 from report.pairs import write_pairs
 from report.training import (
@@ -27,7 +28,6 @@ from report.training import (
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
 from runtime.processes import launch
-from formats.verdict import all_tables, verdict
 from train_policy import PAIRINGS
 from variants.value_critic import open_critic
 
@@ -36,7 +36,7 @@ def main(args):
     if args.command == "pairs":
         write_pairs(args)
         return
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # it fails now, or never
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails before the work
     metrics = named_files(args.metrics)
     if args.critic:
         of_critic = Path(args.critic, "metrics.jsonl")

@@ -10,8 +10,8 @@ import numpy
 from colbench import DOMAINS
 from formats.outcome import lacks_answer
 from formats.read import is_finite
-from judge.sandbox import SOLUTION_FAILED
 from formats.verdict import heading, scale
+from judge.sandbox import SOLUTION_FAILED
 
 # What a turn can be, as toy_credit names it; the last is ours
 LAST_QUESTION = "question on the last turn"
@@ -36,7 +36,7 @@ def result_charts(results, episodes):
 
 
 def metric_chart(results):
-    """The number that decides who won, with its interval; a share has the whole range as axis."""
+    """A list with one chart, the number that decides who won; empty if no policy has it."""
     metric = results["metric"]
     factor, digits = scale(metric, results)
     rows = []
@@ -87,7 +87,7 @@ def ending(episode):
 
 
 def turn_kinds_chart(episodes):
-    """What the turns are, in the embedded world, where that is known."""
+    """A list with one chart, what the turns are; empty where that is not known."""
     kinds = {name: [kind for episode in found if not episode["error"]
                     for kind in episode.get("credits") or []]
              for name, found in episodes.items()}
@@ -109,7 +109,7 @@ AUC_ROWS = {
 
 
 def ranking_chart(run):
-    """How often a critic is right on held-out tasks; nothing of a run that trained no critic."""
+    """A list with one chart, how often a critic is right; empty for a run that trained none."""
     last, rows = run.last, []
     if "holdout/accuracy" in last:
         # without an interval, as the pairs of a task are not independent

@@ -128,7 +128,7 @@ def annotate(policies, critic, held_out):
 
 def add_advantages(critic, episodes):
     """Set the `advantages` of all agent turns, None for turns that are too long for the critic."""
-    for episode in tqdm(episodes, unit="episode", desc="advantages", **join_processes().bar):
+    for episode in tqdm(episodes, unit="episode", desc="advantages", **join_processes().bar_args):
         episode["advantages"] = [None] * episode["turns"]
         row = critic.dialogue_row(episode)
         if row is None:

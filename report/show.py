@@ -38,7 +38,7 @@ def chosen_tasks(groups, args):
 def print_episode(episode):
     """The outcome, each message with what is known of it, the tests."""
     print()
-    print_part("episode", outcome_of(episode))
+    print_part("episode", outcome_line(episode))
     turn = 0
     for message in episode["dialogue_history"]:
         text = message.get("output") or message["content"]
@@ -53,7 +53,7 @@ def print_episode(episode):
         print_part("tests", counted_reasons(episode["reasons"]))
 
 
-def outcome_of(episode):
+def outcome_line(episode):
     """Such as "sample 0 of base: 2 turns, not solved, reward 0.500"."""
     outcome = f"sample {episode['sample']}"
     if episode["agent"]:

@@ -27,11 +27,6 @@ class Training(typing.NamedTuple):
 
 def read_training(name, path):
     """The run whose metrics these are. One that still writes may end in half a line."""
-    if Path(path).is_dir():
-        raise SystemExit(f"{path}: found a directory, expected a file; give {path}/metrics.jsonl")
-    if not Path(path).is_file():
-        raise SystemExit(f"{path}: no such file; expected the metrics.jsonl of a training run,"
-                         " which has one from its first step on")
     rows = [row for _, row in read_jsonl(path)]
     if not all(isinstance(row.get("step"), int) for row in rows):
         raise SystemExit(f"{path}: found a line without a step, expected the metrics.jsonl of a"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runs.toy_seeds import table_of  # noqa: E402
-from runtime.text import markdown, with_interval  # noqa: E402
+from runs.toy_seeds import table_of
+from runtime.text import markdown, with_interval
 
 POLICIES = {  # -> their names in the table
     "sweet": "SWEET-RL",

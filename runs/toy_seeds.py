@@ -19,10 +19,10 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from evaluate import SHARE, compare, draw_counts, interval  # noqa: E402
-from formats.read import read_episodes  # noqa: E402
-from runtime.files import read_jsonl  # noqa: E402
-from runtime.text import markdown, with_interval  # noqa: E402
+from evaluate import SHARE, compare, draw_counts, interval
+from formats.read import read_episodes
+from runtime.files import read_jsonl
+from runtime.text import markdown, with_interval
 
 POLICIES = [
     "base", "single_turn", "rft", "mtdpo", "sweet",

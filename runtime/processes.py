@@ -19,7 +19,7 @@ class Process(typing.NamedTuple):
         return self.rank == 0
 
     @property
-    def bar(self):
+    def bar_args(self):
         """Options of tqdm: the leader's bar alone, which a log file gets once a minute."""
         interval = 0.1 if sys.stderr.isatty() else 60
         return {"disable": not self.leads, "mininterval": interval}

@@ -280,7 +280,9 @@ def path_from(run, name):
 
 
 def read_flags(path, needed):
-    """The flags that a checkpoint was trained with; stops if they lack one of those `needed`."""
+    """The flags that a checkpoint was trained with, `model` as its path from here. Stops if they
+    lack one of those `needed`, or if the model has changed since.
+    """
     record = Path(path, "run.json")
     check_checkpoint(path)
     if not record.is_file():

@@ -103,7 +103,7 @@ class Run:
         """
         found = {}  # index of an item -> its result
         parts = list(self.share(range(len(items)), size))
-        for mine, _ in tqdm(parts, unit="batch", desc=description, **self.process.bar):
+        for mine, _ in tqdm(parts, unit="batch", desc=description, **self.process.bar_args):
             found.update(zip(mine, function([items[index] for index in mine]), strict=True))
         found = self.gather(found)
         return [found[index] for index in range(len(items))]
@@ -160,7 +160,7 @@ class Run:
                 rows = ResumableJsonl.whole_rows(self.log_file)
                 write_jsonl(self.log_file, [row for row in rows if row["step"] < start])
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
-        self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar)
+        self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar_args)
         self.began = time.perf_counter()
         self.handlers = {number: signal.signal(number, self._stop_after_step)
                          for number in (signal.SIGINT, signal.SIGTERM)}

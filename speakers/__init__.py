@@ -4,7 +4,7 @@ speakers/interface.py says what a speaker is. Importing this package needs tqdm 
 library; torch and transformers are loaded only for a speaker that runs a model in this process.
 """
 
-from runtime.names import check_spec, is_server
+from runtime.names import check_spec, is_scripted, is_server
 from speakers.interface import DEFAULT_SETTINGS
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
@@ -19,8 +19,8 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
     pictures   whether conversations hold pictures, which a vision-language model must read
     """
     check_spec(spec)
-    name, _, manner = spec.partition(":")
-    if name == "scripted":
+    if is_scripted(spec):
+        _, _, manner = spec.partition(":")
         return ScriptedSpeaker(role, manner)
     if is_server(spec):
         return ServerSpeaker(spec, settings)

@@ -69,7 +69,7 @@ class Progress:
     def __init__(self, rows, total, process):
         self.lock, self.outcome, self.turns = threading.Lock(), Outcome(rows), 0
         self.step = process.world  # the other ranks are about as fast
-        self.bar = tqdm(total=total, initial=len(rows), miniters=0, **process.bar)
+        self.bar = tqdm(total=total, initial=len(rows), miniters=0, **process.bar_args)
 
     def turn(self):
         with self.lock:

@@ -54,10 +54,6 @@ class Speaker:
     has_answered = True  # whether it has answered anything so far
     batches_at_once = 1  # how many batches of candidates to ask it for at a time
 
-    def states_at_once(self, batch_size, num_candidates):
-        """How many states to sample side by side, if a batch is `batch_size` texts."""
-        return max(1, batch_size * self.batches_at_once // num_candidates)
-
     def reply(self, request):
         """A list of n Utterances; raises SpeakerError. It blocks, and many threads may call it.
 

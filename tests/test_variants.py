@@ -14,6 +14,7 @@ from train_policy import Row
 from variants.sft import supervised_objective
 from variants.value_critic import value_loss
 
+
 def test_the_supervised_loss_is_the_summed_log_prob_over_the_mean_length_of_all_dialogues():
     model = tiny_model(byte_tokenizer())
     rows = [Row([1, 2, 3, 4, 5], [-1, 0, 0, -1, 1]), Row([6, 7], [-1, 0])]

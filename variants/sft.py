@@ -102,7 +102,7 @@ def parse_args(argv=None):
     parser.add_argument("--batch_size", type=int, least=1, default=32,
                         help="dialogues per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
-                        help="gradient clipping")
+                        help="gradient clipping: maximum norm")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order")
     parser.add_machine_flags()

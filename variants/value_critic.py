@@ -183,7 +183,7 @@ def train(args):
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, failed = load_episodes(args.episodes)
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
-    for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar):
+    for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar_args):
         episode["row"] = reader.dialogue_row(episode)
     fits = what_fits([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); {fits}")
@@ -309,22 +309,22 @@ def parse_args(argv=None):
                         help="tokens of a dialogue, pictures included; a longer one loses its"
                         " oldest turns, and is omitted if the last does not fit")
     parser.add_argument("--privileged", choices=tuple(PRIVILEGED), default="ground_truth",
-                        help="what the critic sees besides the dialogue")
+                        help="what the critic sees besides the dialogue: the solution, or nothing")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired, as in train_critic.py")
     parser.add_argument("--margin", type=float, least=0, default=0.0,
-                        help="smallest difference in reward of a pair; for pages, give 0.1")
+                        help="smallest difference in reward within a pair; for pages, give 0.1")
     parser.add_argument("--shuffle", choices=("pairs", "groups"), default="pairs",
-                        help="what an epoch shuffles: single pairs, or groups: the tasks, each with"
-                        " its pairs side by side")
+                        help="what an epoch shuffles: single pairs, or tasks whose pairs stay side"
+                        " by side")
     parser.add_argument("--holdout", type=float, least=0, below=1, default=0.05,
-                        help="share of tasks that are held out for evaluation")
+                        help="share of tasks, rounded up, that are held out for evaluation")
     parser.add_argument("--lr", type=float, least=0, default=2e-7, help="peak learning rate")
     parser.add_argument("--epochs", type=int, least=1, default=4, help="passes over the pairs")
     parser.add_argument("--batch_size", type=int, least=1, default=8,
                         help="pairs per step over all processes")
     parser.add_argument("--max_norm", type=float, above=0, default=1.0,
-                        help="gradient clipping")
+                        help="gradient clipping: maximum norm")
     parser.add_argument("--seed", type=int, least=0, below=2**63, default=0,
                         help="random seed of data order and hold-out")
     parser.add_argument("--candidates", help="candidates to rank (collect.py --states)")
