@@ -11,60 +11,69 @@ def verdict(results):
 
 
 def who_won(results):
-    achieved = {name: achievement(name, results) for name in results["ranking"]}
-    of_what = "of the tasks"
-    if results["metric"] == "reward":
-        of_what = f"({heading('reward', results)})"
-    if not achieved:
+    """Sentences: the best policy and the next best, then how the best leads each of the others."""
+    if not results["ranking"]:
         return ["No policy has an episode without an error, so there is nothing to compare."]
-    if not results["leads"]:
-        sentences = [f"{achieved[name]} {of_what}." for name in results["policies"]
-                     if name in achieved]
-        if len(achieved) > 1:
-            best, *others = results["ranking"]
-            sentences.append(not_compared(best, others))
-        return sentences
-    lead, *others = results["leads"]
-    best, second = lead["policy"], lead["against"]
-    points = in_points(lead["difference"], results)
-    both = ""
-    if lead["tasks"] < results["tasks"]:
-        both = f" on the tasks that both finished ({lead['tasks']})"
-    next_best = ", the next best" if second == results["ranking"][1] else ""
-    if is_ahead(lead):
-        sentences = [f"{best} wins: {achieved[best]} {of_what}, {points}{both} more than"
-                     f" {second}{next_best}."]
+    best, *others = results["ranking"]
+    if results["leads"]:
+        first, *further = results["leads"]
+        sentences = first_lead(first, results) + further_leads(further, results)
     else:
-        sentences = [f"The winner is not settled: {achieved[best]} {of_what}, {achieved[second]};"
-                     f" the difference is {points}{both}, sign test p ="
-                     f" {lead['sign_test_p']:.2g}."]
-    if is_behind(lead):
-        sentences.append(f"On these tasks {second} is better, and that is settled.")
-    factor, digits = scale(results["metric"], results)
-    clauses, level = [], []
-    for other in others:
-        if abs(factor * other["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
-            level.append(other["against"])
-            continue
-        if is_behind(other):
-            sentences.append(f"{other['against']} leads {best} by {behind(other, results)} on the"
-                             f" tasks that both finished ({other['tasks']}).")
-            continue
-        clause = f"{other['against']} by {in_points(other['difference'], results)}"
-        if not is_ahead(other):
-            clause += f", which is not settled (sign test p = {other['sign_test_p']:.2g})"
-        clauses.append(clause)
-    if clauses:
-        sentences.append(f"{best} leads {'; '.join(clauses)}.")
-    if level:
-        sentences.append(f"{best} is level with {' and '.join(level)}.")
-    compared = {pair["against"] for pair in results["leads"]}
-    apart = [name for name in results["ranking"][1:] if name not in compared]
+        sentences = [f"{achievement(name, results)} {of_what(results)}."
+                     for name in results["policies"] if name in results["ranking"]]
+    compared = {lead["against"] for lead in results["leads"]}
+    apart = [name for name in others if name not in compared]
     if apart:
         sentences.append(not_compared(best, apart))
     if not all(map(is_ahead, results["leads"])):
         sentences.append("Settled: the interval excludes 0, and the sign test's p is below 0.05.")
     return sentences
+
+
+def first_lead(lead, results):
+    """Sentences on the best policy and the first one that it is compared with."""
+    best, second = lead["policy"], lead["against"]
+    solved = f"{achievement(best, results)} {of_what(results)}"
+    points = in_points(lead["difference"], results)
+    if lead["tasks"] < results["tasks"]:
+        points += f" on the tasks that both finished ({lead['tasks']})"
+    next_best = ", the next best" if second == results["ranking"][1] else ""
+    if is_ahead(lead):
+        return [f"{best} wins: {solved}, {points} more than {second}{next_best}."]
+    sentences = [f"The winner is not settled: {solved}, {achievement(second, results)}; the"
+                 f" difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
+    if is_behind(lead):
+        sentences.append(f"On these tasks {second} is better, and that is settled.")
+    return sentences
+
+
+def further_leads(leads, results):
+    """Sentences on the best policy and the others that it is compared with."""
+    factor, digits = scale(results["metric"], results)
+    sentences, clauses, level = [], [], []
+    for lead in leads:
+        best, other = lead["policy"], lead["against"]
+        if abs(factor * lead["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
+            level.append(other)
+        elif is_behind(lead):
+            sentences.append(f"{other} leads {best} by {behind(lead, results)} on the tasks that"
+                             f" both finished ({lead['tasks']}).")
+        else:
+            clauses.append(f"{other} by {in_points(lead['difference'], results)}")
+            if not is_ahead(lead):
+                clauses[-1] += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
+    if clauses:
+        sentences.append(f"{best} leads {'; '.join(clauses)}.")
+    if level:
+        sentences.append(f"{best} is level with {' and '.join(level)}.")
+    return sentences
+
+
+def of_what(results):
+    """What a policy solves a share of, or the name of the reward that it reaches."""
+    if results["metric"] == "reward":
+        return f"({heading('reward', results)})"
+    return "of the tasks"
 
 
 def not_compared(best, others):
