@@ -136,7 +136,8 @@ def cautions(results):
             silent.append(f"{name} {100 * number['value']:.0f} %")
     if silent:
         sentences.append("More than half of the episodes end without an answer"
-                         f" ({', '.join(silent)}): success says little about the answers there.")
+                         f" ({', '.join(silent)}): success there says more about whether a policy"
+                         " answers at all than about its answers.")
     return sentences
 
 
