@@ -54,7 +54,7 @@ class Run:
         self.complete = is_complete(self.output, args.max_steps, self.process)
         if args.batch_size < self.world:
             self.say(f"--batch_size {args.batch_size} is less than the {self.world} processes, so"
-                     " in every step some of them only repeat a pair of another")
+                     " in every step some of them only repeat the work of another")
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
         self.saved = time.monotonic()  # when the last state was saved
         self.began = time.perf_counter()  # when this step began
