@@ -2,6 +2,7 @@
 
 import math
 
+from runtime.names import GRADER
 from runtime.text import harmless, with_interval
 
 
@@ -49,10 +50,11 @@ def first_lead(lead, results):
 
 def further_leads(leads, results):
     """Sentences on the best policy and the others that it is compared with."""
+    best = results["ranking"][0]
     factor, digits = scale(results["metric"], results)
     sentences, clauses, level = [], [], []
     for lead in leads:
-        best, other = lead["policy"], lead["against"]
+        other = lead["against"]
         if abs(factor * lead["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
             level.append(other)
         elif is_behind(lead):
@@ -172,7 +174,7 @@ def other_reasons(results):
         for count, scorer in policy["best_of"]:
             sentence = (f"Each turn of {name} was the best of {count} candidates by"
                         f" {harmless(scorer)}.")
-            if not scorer.startswith("grader:"):  # a language model, which sees no solution
+            if not scorer.startswith(GRADER):  # a language model, which sees no solution
                 sentence += (" A critic that sees the solution cannot choose for a deployed"
                              " policy.")
             sentences.append(sentence)

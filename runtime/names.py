@@ -5,6 +5,7 @@ import urllib.parse
 from pathlib import Path
 
 REQUEST_PATH = re.compile(r"(/chat)?/completions/*$")  # what a client appends to an API's address
+GRADER = "grader:"  # in front of a speaker, as --critic of best_of_n.py names it
 
 
 def is_server(spec):

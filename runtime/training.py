@@ -52,7 +52,7 @@ class Run:
         claim_output(self.output / "run.json", vars(args), [*inputs, *records(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
-        if args.batch_size < self.world:
+        if args.batch_size < self.world and not self.complete:
             self.say(f"--batch_size {args.batch_size} is less than the {self.world} processes, so"
                      " in every step some of them only repeat the work of another")
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log

@@ -156,7 +156,8 @@ def test_multi_turn_dpo_compares_the_log_probs_of_whole_dialogues():
     pair, = pairs_of["t"]
     log_ratios = []  # over all agent tokens of each dialogue, which is read by itself
     for row, one in zip(pair, group, strict=True):
-        assert row.ids == dialogue_row(TOKENIZER, one, 8192).ids  # the chosen one is the first
+        again = dialogue_row(TOKENIZER, one, 8192)  # the chosen one is the first
+        assert (row.ids, row.turn_index) == (again.ids, again.turn_index)
         row.reference = -1.0 - torch.arange(row.turns)
         log_ratios.append(turn_logprobs(model, [row])[0].sum().item() - row.reference.sum().item())
     found = dpo_objective(model, [pair], 0.1, 0.0)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm
 
 from collect import collect_episodes, collect_parser
-from runtime.names import check_spec, is_server
+from runtime.names import GRADER, check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import read_flags
 from runtime.text import harmless
@@ -45,8 +45,6 @@ from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
 from speakers.roles import open_agent, refuse_unused
 from variants.value_critic import CRITIC_FLAGS, open_critic
-
-GRADER = "grader:"  # in front of a speaker, as --critic names it
 
 
 class BestOfN(Speaker):
