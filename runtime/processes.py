@@ -7,6 +7,8 @@ import signal
 import sys
 import typing
 
+from runtime.text import counted
+
 
 class Process(typing.NamedTuple):
     rank: int
@@ -59,9 +61,14 @@ def join_processes(training=False):
         return Process(rank, world, None)
     import torch
 
-    cuda = torch.cuda.is_available()
-    device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}" if cuda else "cpu"
+    cuda, device = torch.cuda.is_available(), "cpu"
     if cuda:
+        index, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= gpus:
+            raise SystemExit(f"found {counted(gpus, 'GPU')} for more processes, expected one for"
+                             f" each; give torchrun --nproc_per_node {gpus}, or set"
+                             " CUDA_VISIBLE_DEVICES= to compute on the CPU")
+        device = f"cuda:{index}"
         torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
         # inside init_process_group Python handles no signal, so only SIGKILL ends this process

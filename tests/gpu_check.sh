@@ -10,4 +10,4 @@ tests=(tests/test_critic.py tests/test_policy.py tests/test_dialogue.py tests/te
 # there is one GPU, and bf16 is not exact
 wanted="not ranks and not resumed and not toy and not its_effect and not their_cost"
 case " $* " in *" --dry "*) wanted="packed or equations" ;; esac
-timeout 500 "$PYTHON" -m pytest -v -m "not slow" -k "$wanted" "${tests[@]}"
+TEST_GPU=1 timeout 500 "$PYTHON" -m pytest -v -m "not slow" -k "$wanted" "${tests[@]}"

@@ -195,8 +195,10 @@ def test_a_field_that_is_null_is_a_field_that_is_missing(tmp_path):
     read, = read_episodes(write_rows(tmp_path / "episodes.jsonl", [row]))
     assert (read["sample"], read["turns"], read["task"]["domain"]) == (0, 2, "backend")
     page = {"problem_description": "A page.", "ground_truth": "<html></html>",
-            "domain": None, "test_cases": None}
-    assert complete_task(page)["domain"] == "frontend"
+            "domain": None}
+    for tests in (None, {"test1": None, "test2": None}):
+        task = complete_task(page | {"test_cases": tests})
+        assert task["domain"] == "frontend" and "test_cases" not in task
 
 
 def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):

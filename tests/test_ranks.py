@@ -12,7 +12,7 @@ from conftest import (
 
 from runtime.checkpoints import wait_for_files
 from runtime.models import open_to_train, shard
-from runtime.processes import Process
+from runtime.processes import Process, join_processes
 from runtime.training import Run
 
 ALONE = Process(0, 1, "cpu")
@@ -153,6 +153,16 @@ def test_a_rank_that_is_done_ends_with_a_sentence_if_the_leader_fails_after_it(t
     assert "every dialogue failed" in done.stderr
     assert re.search("Another process of this run has ended|Stopped", done.stderr), done.stderr
     assert "RuntimeError" not in done.stderr
+
+
+def test_more_processes_than_gpus_stop_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    found = "found 1 GPU for more processes, expected one for each; .*--nproc_per_node 1"
+    with pytest.raises(SystemExit, match=found):
+        join_processes()
 
 
 # -----------------------------------------------------------------------------
