@@ -41,37 +41,36 @@ def read_tasks_and_prompts(args, process):
         tasks, files = toy_tasks(args.tasks, args.num_tasks), []
     else:
         tasks, files = read_tasks(args.tasks, args.num_tasks), [args.tasks]
-    domain = complete_flags(args, tasks, process)
+    check_spec(args.agent)
+    check_spec(args.human or "scripted")
+    domain = one_domain(tasks)
+    say = print if process.leads else lambda text: None
+    fill_in_flags(args, tasks, domain, say)
+    refuse_unplayable(args, domain)
+    name_critic(args.agent, say)
     prompts = read_prompts(args, tasks, domain)
     return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
 
 
-def complete_flags(args, tasks, process):
-    """Fill in the flags that the tasks and the agent's checkpoint decide; return their domain.
-
-    Refuses names that can mean no speaker, tasks that nobody can judge or answer, and flags that do
-    nothing for them.
-    """
-    check_spec(args.agent)
-    check_spec(args.human or "scripted")
-    domain = one_domain(tasks)
-    if len(tasks) < (args.num_tasks or 0) and process.leads:
-        print(f"{args.tasks}: {len(tasks)} tasks, fewer than --num_tasks {args.num_tasks}")
-    args.num_tasks = len(tasks)  # recorded, so that a rerun cannot shrink the output
+def fill_in_flags(args, tasks, domain, say):
+    """Set the flags that the tasks and the agent's checkpoint decide, for the record, too."""
+    if len(tasks) < (args.num_tasks or 0):
+        say(f"{args.tasks}: {len(tasks)} tasks, fewer than --num_tasks {args.num_tasks}")
+    args.num_tasks = len(tasks)  # a rerun cannot shrink the output
     trained_with = Path(args.agent, "agent_prompt.txt")  # in a checkpoint
     if args.agent_prompt is None and trained_with.is_file():
-        args.agent_prompt = str(trained_with)  # recorded: another text must not resume this output
-    record = Path(args.agent, "run.json")
-    if record.is_file() and "privileged" in read_run(record)["flags"] and process.leads:
-        print(f"{args.agent}: found a critic, which was trained with the solution in front; as the"
-              " agent, usually a policy plays, or the critic's --model")
+        args.agent_prompt = str(trained_with)  # another text must not resume this output
     if all("toy" in task for task in tasks):  # also in a file
         args.human = args.human or "scripted"
         if domain.pages:
             args.clip = args.clip or "none"
-    elif args.human == "scripted" and process.leads:
-        print("--human scripted answers every question with 'I do not know', so this is a dry run"
-              " of the stages")
+    elif args.human == "scripted":
+        say("--human scripted answers every question with 'I do not know', so this is a dry run"
+            " of the stages")
+
+
+def refuse_unplayable(args, domain):
+    """Refuse tasks that nobody can judge or answer, and flags that do nothing for them."""
     if domain.logged:
         raise SystemExit(f"{args.tasks}: found tasks of your own logs, which nobody can judge,"
                          " expected tasks to play; --states samples candidates in logged episodes")
@@ -83,7 +82,14 @@ def complete_flags(args, tasks, process):
     if args.human is None:
         raise SystemExit("found no --human, which these tasks need; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
-    return domain
+
+
+def name_critic(agent, say):
+    """Say so if a critic plays."""
+    record = Path(agent, "run.json")
+    if record.is_file() and "privileged" in read_run(record)["flags"]:
+        say(f"{agent}: found a critic, which was trained with the solution in front; as the agent,"
+            " usually a policy plays, or the critic's --model")
 
 
 def read_prompts(args, tasks, domain):
