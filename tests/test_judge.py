@@ -334,10 +334,14 @@ def test_the_machine_is_closed_to_an_answer_that(judge, action):
 @needs_linux
 def test_a_worker_gets_no_secret_of_its_owners_environment(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
+    tests = ["'HOME' in os.environ", "'secret' in str(os.environ)"]
     with Judge(1) as alone:
-        (worker,) = alone.workers
-        environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
-    assert b"HOME" in environment and b"secret" not in environment
+        found = alone.outcomes("import os", tests, "fixed", 1.0)
+        if os.geteuid() == 0:  # nobody else may read that of the closed process
+            (worker,) = alone.workers
+            environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+            assert b"HOME" in environment and b"secret" not in environment
+    assert found == [describe(True), describe(False)]
 
 
 def test_an_answer_finds_no_file_of_ours_among_its_modules_nor_on_its_path(judge):
