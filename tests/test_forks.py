@@ -138,7 +138,8 @@ def test_an_output_is_held_to_the_code_that_made_it_and_to_what_that_imports(for
 
 def test_a_critic_of_ones_own_ranks_for_the_policy(tmp_path):
     write_ranked(tmp_path / "candidates.jsonl")  # whose advantages are replaced
-    run(f"python {ROOT}/docs/forks/own_critic.py candidates.jsonl ranked.jsonl", tmp_path)
+    script = shlex.quote(f"{ROOT}/docs/forks/own_critic.py")
+    run(f"python {script} candidates.jsonl ranked.jsonl", tmp_path)
     (first, *_), omitted = read_candidates(tmp_path / "ranked.jsonl", ranked=True)
     assert first["ranker"] == "shortest" and omitted == 0
     assert first["advantages"] == sorted(first["advantages"], reverse=True)  # the shortest is first
