@@ -39,17 +39,18 @@ dup3:292:24 pipe2:293:59 getcpu:309:168 renameat2:316:276 getrandom:318:278 memb
 copy_file_range:326:285 statx:332:291 rseq:334:293 close_range:436:436 faccessat2:439:439"""
 # What the worker alone needs; a child is refused them.
 WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:446:446"
-# Allowed with one argument fixed: name:x86_64:aarch64:argument:value. Sockets of a pair are local
-# (AF_UNIX), messages have no address, limits are those of the process itself.
-CONDITIONS = "socketpair:53:199:0:1 sendto:44:206:4:0 prlimit64:302:261:0:0"
+# Allowed with one argument fixed: call, argument, value. Sockets of a pair are local (AF_UNIX),
+# messages have no address, limits are those of the process itself.
+CONDITIONS = ("socketpair:53:199", 0, 1), ("sendto:44:206", 4, 0), ("prlimit64:302:261", 0, 0)
 # Refused with one argument of this value, in the same form: F_SETOWN, F_SETOWN_EX, FIOSETOWN and
 # SIOCSPGRP name another process that a file is to send its signals to.
-SIGNAL_OWNERS = "fcntl:72:25:1:8 fcntl:72:25:1:15 ioctl:16:29:1:35073 ioctl:16:29:1:35074"
+SIGNAL_OWNERS = (("fcntl:72:25", 1, 8), ("fcntl:72:25", 1, 15),
+                 ("ioctl:16:29", 1, 0x8901), ("ioctl:16:29", 1, 0x8902))
 # Refused: opening a file read-only with O_TRUNC (it empties the file, and Landlock checks it only
 # since Linux 6.2), and access mode 3 (which Landlock never checks). OPEN_BITS are O_TRUNC and
 # O_ACCMODE.
 OPEN_BITS, ODD_OPENINGS = 0o1003, (0o1000, 0o1003, 0o3)
-OPENINGS = "open:2:-:1 openat:257:56:2"  # last: the argument that holds the bits
+OPENINGS = ("open:2:-", 1), ("openat:257:56", 2)  # call, the argument that holds the bits
 # Allowed in the worker, and in a child under a condition: new threads, signals to itself
 CLONE = "clone:56:220"
 KILLS = "kill:62:129 tgkill:234:131"
@@ -70,17 +71,16 @@ INSTALL_FILTER, FILTER_MODE = 22, 2  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 def worker_filter() -> bytes:
     """The allow-list: calls that are not on it fail, those of another machine end the process."""
-    machine = MACHINES[platform.machine()][1]
     program = [
         instruction(LOAD, MACHINE),
-        instruction(EQUAL, machine, 1, 0),
+        instruction(EQUAL, MACHINES[platform.machine()][1], 1, 0),
         instruction(RETURN, KILL),
         instruction(LOAD, CALL_NUMBER),
-        answer_calls(f"{SYSTEM_CALLS} {WORKER_CALLS} {CLONE} {KILLS}", ALLOW),
+        if_call(f"{SYSTEM_CALLS} {WORKER_CALLS} {CLONE} {KILLS}", instruction(RETURN, ALLOW)),
     ]
-    for number, argument, value in argument_values(CONDITIONS):
-        program.append(fixed_argument(number, argument, value))
-    program.append(answer_calls(CLONE3, NO_SUCH_CALL))
+    for call, argument, value in CONDITIONS:
+        program.append(fixed_argument(call, argument, value))
+    program.append(if_call(CLONE3, instruction(RETURN, NO_SUCH_CALL)))
     program.append(instruction(RETURN, REFUSE))
     return b"".join(program)
 
@@ -92,18 +92,15 @@ def child_filter(process: int) -> bytes:
     """
     program = [
         instruction(LOAD, CALL_NUMBER),
-        fixed_argument(call_numbers(CLONE)[0], 0, THREAD, ANY_BIT),
+        fixed_argument(CLONE, 0, THREAD, ANY_BIT),
+        fixed_argument(KILLS, 0, process),
     ]
-    for number in call_numbers(KILLS):
-        program.append(fixed_argument(number, 0, process))
-    for number, argument, value in argument_values(SIGNAL_OWNERS):
-        program.append(refused_argument(number, argument, value))
-    for entry in OPENINGS.split():
-        argument = int(entry.split(":")[3])
-        for number in call_numbers(entry):  # aarch64 has no "open"
-            for bits in ODD_OPENINGS:
-                program.append(refused_argument(number, argument, bits, OPEN_BITS))
-    program.append(answer_calls(WORKER_CALLS, REFUSE))
+    for call, argument, value in SIGNAL_OWNERS:
+        program.append(refused_argument(call, argument, value))
+    for call, argument in OPENINGS:
+        for bits in ODD_OPENINGS:
+            program.append(refused_argument(call, argument, bits, OPEN_BITS))
+    program.append(if_call(WORKER_CALLS, instruction(RETURN, REFUSE)))
     program.append(instruction(RETURN, ALLOW))
     return b"".join(program)
 
@@ -114,62 +111,46 @@ def install_filter(libc: ctypes.CDLL, program: ctypes.Array) -> bool:
     return libc.prctl(INSTALL_FILTER, FILTER_MODE, header, 0, 0) == 0
 
 
-def call_numbers(calls: str) -> list[int]:
-    """The numbers of system calls on this machine."""
-    column = 1 + MACHINES[platform.machine()][0]
-    numbers = [call.split(":")[column] for call in calls.split()]
-    return [int(number) for number in numbers if number != "-"]
+def fixed_argument(calls: str, argument: int, value: int, test: int = EQUAL) -> bytes:
+    """Allow these calls if the low half of an argument passes the test and its high half is zero.
 
-
-def argument_values(entries: str) -> list[tuple[int, int, int]]:
-    """(number of the call, argument, value) of each entry name:x86_64:aarch64:argument:value."""
-    found = []
-    for entry in entries.split():
-        argument, value = entry.split(":")[3:]
-        found.append((call_numbers(entry)[0], int(argument), int(value)))
-    return found
-
-
-def answer_calls(calls: str, action: int) -> bytes:
-    """Return the action if the call is one of these."""
-    program = []
-    for number in call_numbers(calls):
-        program.append(instruction(EQUAL, number, 0, 1))
-        program.append(instruction(RETURN, action))
-    return b"".join(program)
-
-
-def fixed_argument(number: int, argument: int, value: int, test: int = EQUAL) -> bytes:
-    """Allow the call if the low half of an argument passes the test and its high half is zero.
-
-    Refuse it otherwise; skip all this for other calls.
+    Refuse them otherwise.
     """
     low_half = ARGUMENTS + 8 * argument
-    program = [
-        instruction(EQUAL, number, 0, 6),
+    return if_call(
+        calls,
         instruction(LOAD, low_half),
         instruction(test, value, 0, 3),
         instruction(LOAD, low_half + 4),
         instruction(EQUAL, 0, 0, 1),
         instruction(RETURN, ALLOW),
         instruction(RETURN, REFUSE),
-    ]
-    return b"".join(program)
+    )
 
 
-def refused_argument(number: int, argument: int, value: int, mask: int = 0xFFFFFFFF) -> bytes:
-    """Refuse the call if an argument, of which the kernel reads the low half, has this value.
+def refused_argument(calls: str, argument: int, value: int, mask: int = 0xFFFFFFFF) -> bytes:
+    """Refuse these calls if an argument, of which the kernel reads the low half, has this value.
 
     Only the bits of the mask are compared.
     """
-    program = [
-        instruction(EQUAL, number, 0, 5),
+    return if_call(
+        calls,
         instruction(LOAD, ARGUMENTS + 8 * argument),
         instruction(MASK, mask),
         instruction(EQUAL, value, 0, 1),
         instruction(RETURN, REFUSE),
         instruction(LOAD, CALL_NUMBER),
-    ]
+    )
+
+
+def if_call(calls: str, *instructions: bytes) -> bytes:
+    """Run the instructions if the call is one of these, as far as this machine has them."""
+    column = 1 + MACHINES[platform.machine()][0]
+    program = []
+    for call in calls.split():
+        number = call.split(":")[column]
+        if number != "-":
+            program += [instruction(EQUAL, int(number), 0, len(instructions)), *instructions]
     return b"".join(program)
 
 
