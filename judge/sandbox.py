@@ -103,12 +103,12 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     runs = []
     for factor in (SOLUTION_FACTOR, 1):  # two pools: addresses and clocks differ between them
         with Judge(require_protection=require_protection) as judge:
-            run = functools.partial(judge.run_solution, profile=profile, factor=factor)
-            list(judge.threads.map(run, tasks))
-            runs.append([judge.expected[judge.key(task, profile)] for task in tasks])
+            run = functools.partial(judge.expected_of, profile=profile, factor=factor)
+            runs.append(list(judge.threads.map(run, tasks)))
     rows = []
-    for index, (task, first, second) in enumerate(zip(tasks, *runs, strict=True)):
-        for name, one, other in zip(tests_of(task), first, second, strict=True):
+    for index, (first, second) in enumerate(zip(*runs, strict=True)):
+        for name, one in first.items():
+            other = second[name]
             if other not in (one, "timed out"):
                 rows.append((index, name, "not deterministic"))
             elif one == NOTHING:
@@ -138,7 +138,7 @@ class Judge:
     ):
         self.max_timeouts = max_timeouts
         self.seconds = seconds
-        self.expected = {}  # key of a task -> what came out of its solution, test by test
+        self.expected = {}  # key of a task -> test -> what came out of it with the solution
         count = workers or min(os.cpu_count() or 1, 8)
         self.workers: set[Worker] = set()
         self.close = weakref.finalize(self, close_workers, self.workers)
@@ -177,11 +177,8 @@ class Judge:
 
     def grade(self, task: dict, answer: object, profile: str = "fixed") -> Grade:
         tests = tests_of(task)
-        key = self.key(task, profile)
         code = extract_code(answer, profile)
-        if key not in self.expected:
-            self.run_solution(task, profile)
-        expected = dict(zip(tests, self.expected[key], strict=True))
+        expected = self.expected_of(task, profile)
 
         usable = [name for name in tests if is_value(expected[name]) and expected[name] != NOTHING]
         reasons = dict.fromkeys(tests, SOLUTION_FAILED) | dict.fromkeys(usable, "no code")
@@ -202,8 +199,7 @@ class Judge:
             raise ValueError(f"found {len(answers)} answers to {len(tasks)} tasks, expected one"
                              " answer to each task")
         distinct = {self.key(task, profile): task for task in tasks}
-        unknown = [task for key, task in distinct.items() if key not in self.expected]
-        list(self.threads.map(lambda task: self.run_solution(task, profile), unknown))
+        list(self.threads.map(lambda task: self.expected_of(task, profile), distinct.values()))
         return list(
             self.threads.map(lambda task, answer: self.grade(task, answer, profile), tasks, answers)
         )
@@ -212,11 +208,14 @@ class Judge:
         content = json.dumps([task["ground_truth"], tests_of(task), profile])
         return blake2b(content.encode(), digest_size=16).digest()
 
-    def run_solution(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> None:
-        """Run the solution and keep what came out of each test."""
-        tests = list(tests_of(task).values())
-        outcomes = self.outcomes(task["ground_truth"], tests, profile, factor * self.seconds)
-        self.expected[self.key(task, profile)] = outcomes
+    def expected_of(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> dict:
+        """Name of a test -> what came out of it with the solution, which runs once."""
+        key = self.key(task, profile)
+        if key not in self.expected:
+            tests, seconds = tests_of(task), factor * self.seconds
+            found = self.outcomes(task["ground_truth"], list(tests.values()), profile, seconds)
+            self.expected[key] = dict(zip(tests, found, strict=True))
+        return self.expected[key]
 
     def outcomes(
         self, code: str, tests: list[str], profile: str, seconds: float,
