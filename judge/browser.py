@@ -153,10 +153,8 @@ class DevTools:
 
     def close(self):
         """End Chromium with all its children and remove its profile."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it ended by itself
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
@@ -185,10 +183,9 @@ class DevTools:
     def call(self, method, **parameters):
         """The result of a command. Events that arrive before it are handled first."""
         command_id = self.send(method, **parameters)
-        while True:
+        message = self.wait()
+        while message.get("id") != command_id:
             message = self.wait()
-            if message.get("id") == command_id:
-                break
         if "error" in message:
             raise PageError(f"the browser refused {method}: {message['error'].get('message')}")
         return message["result"]
@@ -298,11 +295,9 @@ class Browser:
         try:
             self._open_page()
         except PageError as error:
-            executable = self.devtools.executable
-            self.close()
             raise SystemExit(
-                f"found that {executable} does not start ({error}), expected a headless Chromium; "
-                "try `chromium --headless --dump-dom about:blank` in a shell"
+                f"found that {self.devtools.executable} does not start ({error}), expected a"
+                " headless Chromium; try `chromium --headless --dump-dom about:blank` in a shell"
             ) from error
 
     def _open_page(self):
