@@ -5,7 +5,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import re
 import zlib
 from pathlib import Path
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from colbench import DOMAINS, MAX_TURNS
 from evaluate import LEAK
 from formats.outcome import lacks_answer
+from formats.read import is_finite
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
 from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_curves
@@ -158,14 +158,10 @@ def add_screenshots(episodes, browser):
         return thumbnail(png) if png else None
 
     for episode in episodes:
-        pages = {
-            "screenshot": graded_page(episode["answer"], episode["dialogue_history"]),
-            "solution_screenshot": solution_page(episode["task"]["ground_truth"]),
-        }
-        for key, html in pages.items():
-            picture = draw(html)
-            if picture:
-                episode[key] = picture
+        shown = graded_page(episode["answer"], episode["dialogue_history"])
+        wanted = solution_page(episode["task"]["ground_truth"])
+        episode["screenshot"] = draw(shown) or episode["screenshot"]
+        episode["solution_screenshot"] = draw(wanted) or episode["solution_screenshot"]
 
 
 def thumbnail(png):
@@ -194,20 +190,17 @@ def episode_record(name, seed_index, episode):
         if output.strip() != message["content"].strip():
             record["output"] = output
         dialogue.append(record)
+    # JSON has neither NaN nor infinity
+    advantages = [value if value is not None and is_finite(value) else None
+                  for value in episode.get("advantages") or []]
     return {
         "id": f"{name}/{task_id}/{sample}", "policy": name, "sample": sample,
         "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
         "reward": episode["reward"], "reasons": episode["reasons"], "leak": episode["leak"],
         "leaking": episode["leak"] >= LEAK, "answer": episode["answer"],
-        "dialogue": dialogue, "advantages": finite(episode.get("advantages") or []),
+        "dialogue": dialogue, "advantages": advantages,
         "credits": episode.get("credits") or [], "heldOut": bool(episode.get("held_out")),
     }
-
-
-def finite(values):
-    """The values with None for each NaN and infinity, which JSON does not have."""
-    return [None if isinstance(value, float) and not math.isfinite(value) else value
-            for value in values]
 
 
 def task_records(policies):
@@ -242,7 +235,7 @@ def packed_episodes(policies, room):
     """
     tasks, pictures = task_records(policies)
     sizes = sorted(abs(value) for task in tasks for record in task["episodes"]
-                   for value in record["advantages"] if isinstance(value, (int, float)))
+                   for value in record["advantages"] if value is not None)
     # the strongest shade: the 95th percentile, so that one outlier does not pale all other turns
     scale = sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0
     data = {"tasks": tasks, "pictures": pictures, "scale": scale or 1.0}
