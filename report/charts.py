@@ -1,6 +1,7 @@
 """The charts of the page, as the titles, units and numbers that page.html draws.
 
-Results and critics are drawn as bars or as a stack, training runs as curves.
+Results and critics are drawn as bars or as a stack, training runs as curves. A chart without rows
+is not drawn.
 """
 
 from collections import Counter, defaultdict
@@ -27,7 +28,10 @@ ENDINGS = ("solved", "answered", "wrong answer", "early answer", "no answer", "o
 
 def result_charts(results, episodes):
     """The charts of policies; episodes: policy -> its episodes of all seeds."""
-    charts = metric_chart(results) + turn_kinds_chart(episodes)
+    kinds = {name: [kind for episode in found if not episode["error"]
+                    for kind in episode.get("credits") or []]  # empty where nobody knows them
+             for name, found in episodes.items()}
+    charts = [metric_chart(results), stack("What the turns are, %", "turns", TURNS, kinds)]
     if not DOMAINS[results["domain"]].logged:  # a log does not say how dialogues end
         endings = {name: [ending(episode) for episode in found]
                    for name, found in episodes.items()}
@@ -36,7 +40,7 @@ def result_charts(results, episodes):
 
 
 def metric_chart(results):
-    """A list with one chart, the number that decides who won; empty if no policy has it."""
+    """The number that decides who won, of the policies that have it."""
     metric = results["metric"]
     factor, digits = scale(metric, results)
     rows = []
@@ -47,14 +51,12 @@ def metric_chart(results):
             ends = {key: float(f"{factor * value:.{digits}f}") for key, value in number.items()
                     if value is not None}
             rows.append({"name": name} | ends)
-    if not rows:
-        return []
     least, most = 0, 100
     if DOMAINS[results["domain"]].logged:  # rewards of a log can be any number
         ends = [value for row in rows for value in row.values() if isinstance(value, float)]
-        least, most = min(0, *ends), max(0, *ends)
-    return [{"kind": "bars", "title": f"{heading(metric, results)}, with 95 % intervals",
-             "rows": rows, "least": least, "most": most, "digits": digits}]
+        least, most = min([0, *ends]), max([0, *ends])
+    return {"kind": "bars", "title": f"{heading(metric, results)}, with 95 % intervals",
+            "rows": rows, "least": least, "most": most, "digits": digits}
 
 
 def stack(title, unit, parts, found):
@@ -86,16 +88,6 @@ def ending(episode):
     return "early answer" if credits and credits[-1] == "early answer" else "wrong answer"
 
 
-def turn_kinds_chart(episodes):
-    """A list with one chart, what the turns are; empty where that is not known."""
-    kinds = {name: [kind for episode in found if not episode["error"]
-                    for kind in episode.get("credits") or []]
-             for name, found in episodes.items()}
-    if not any(kinds.values()):
-        return []
-    return [stack("What the turns are, %", "turns", TURNS, kinds)]
-
-
 # -----------------------------------------------------------------------------
 # The critic
 
@@ -109,7 +101,7 @@ AUC_ROWS = {
 
 
 def ranking_chart(run):
-    """A list with one chart, how often a critic is right; empty for a run that trained none."""
+    """How often a critic is right; no row for a run that trained none."""
     last, rows = run.last, []
     if "holdout/accuracy" in last:
         # without an interval, as the pairs of a task are not independent
@@ -119,10 +111,8 @@ def ranking_chart(run):
     for kind, name in AUC_ROWS.items():
         if f"credit_auc/{kind}" in last:  # toy/credit.py appends them
             rows.append({"name": f"AUC, {name}", "value": 100 * last[f"credit_auc/{kind}"]})
-    if not rows:
-        return []
-    return [{"kind": "bars", "title": f"{run.name}: the better one ranked higher, %",
-             "rows": rows, "least": 0, "most": 100, "digits": 1, "guide": 50, "run": run.name}]
+    return {"kind": "bars", "title": f"{run.name}: the better one ranked higher, %",
+            "rows": rows, "least": 0, "most": 100, "digits": 1, "guide": 50, "run": run.name}
 
 
 # -----------------------------------------------------------------------------

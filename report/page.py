@@ -54,7 +54,7 @@ def overview(results, policies, files, training):
         "subtitle": subtitle(results) if results else "training only, no episodes",
         "policies": described, "runs": runs,
         "results": result_charts(results, episodes) if results else [],
-        "critic": [chart for run in training for chart in ranking_chart(run)],
+        "critic": [ranking_chart(run) for run in training],
     }
 
 
