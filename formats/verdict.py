@@ -25,7 +25,8 @@ def who_won(results):
     compared = {lead["against"] for lead in results["leads"]}
     apart = [name for name in others if name not in compared]
     if apart:
-        sentences.append(not_compared(best, apart))
+        sentences.append(f"No task was finished by both {best} and {' or '.join(apart)}, so these"
+                         " are not compared.")
     if not all(map(is_ahead, results["leads"])):
         sentences.append("Settled: the interval excludes 0, and the sign test's p is below 0.05.")
     return sentences
@@ -76,11 +77,6 @@ def of_what(results):
     if results["metric"] == "reward":
         return f"({heading('reward', results)})"
     return "of the tasks"
-
-
-def not_compared(best, others):
-    return (f"No task was finished by both {best} and {' or '.join(others)}, so these are not"
-            " compared.")
 
 
 def in_points(difference, results):
