@@ -39,15 +39,16 @@ OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str,
 def import_command(args):
     """Write --output, whole or not at all, and print what is in it."""
     prompt = read_prompt(args.agent_prompt)
-    _, first = next(read_jsonl(args.file), (None, None))
-    if first is None:
+    rows = list(read_jsonl(args.file))  # (where, row)
+    if not rows:
         raise SystemExit(f"{args.file}: found no line, expected one dialogue a line, such as"
                          f" {SMALLEST}")
-    is_log = "messages" in first or "dialogue_history" not in first
-    if is_log:
-        episodes, graded = log_episodes(args.file, prompt), 0
+    _, first = rows[0]
+    if "messages" in first or "dialogue_history" not in first:
+        episodes, graded = log_episodes(rows, prompt), 0
     else:
-        episodes, graded = official_episodes(args.file, prompt, args.judge)
+        graded = grade_answers(rows, args.judge)
+        episodes = official_episodes(args.file, rows, prompt)
     if args.judge != "fixed" and not graded:
         raise SystemExit(f"{args.file}: found no answer that has to be graded, expected some with"
                          f" --judge {args.judge}; omit it")
@@ -88,12 +89,11 @@ def import_command(args):
               " that have a `task` in common and differ in reward.")
 
 
-def official_episodes(path, prompt, profile):
-    """(episodes of the official trajectory file, how many of their answers were graded here).
+def official_episodes(path, rows, prompt):
+    """The episodes of the official trajectory file, whose answers have been graded.
 
     The file has the agent's instructions only within `input`, the rendered prompt of each turn.
     """
-    rows, graded = graded_rows(path, profile)
     episodes, others = read_episodes(path, rows=rows), 0
     for episode in episodes:
         if episode["agent_prompt"] is None:
@@ -105,15 +105,12 @@ def official_episodes(path, prompt, profile):
         print(f"Dialogues whose `input` does not hold the agent's instructions: {others} of"
               f" {len(episodes)}. Later stages will use {'our' if prompt is None else 'the given'}"
               " instructions; give those that the agent had with --agent_prompt FILE.")
-    return episodes, graded
+    return episodes
 
 
-def graded_rows(path, profile):
-    """((where, row) of each line, how many were graded here). Answers without a reward, as the
-    official simulator leaves them, are graded.
-    """
-    rows = list(read_jsonl(path))
-    ungraded = []  # (row, its episode, its answer)
+def grade_answers(rows, profile):
+    """Grade the answers without a reward, as the official simulator leaves them; how many."""
+    ungraded = []  # (row, its episode)
     for where, row in rows:
         if row.get("reward") is None and not row.get("error"):
             unjudged = {"reward": 0.0, "success": None, "leak": 0.0}
@@ -121,25 +118,26 @@ def graded_rows(path, profile):
             if "test_cases" not in episode["task"]:
                 raise SystemExit(f"{where}: found no 'reward', expected a number; only answers to"
                                  " tasks with tests are graded here")
-            ungraded.append((row, episode, expect(row, "answer", str, where)))
+            expect(row, "answer", str, where)
+            ungraded.append((row, episode))
     parts = [ungraded[start:start + 64] for start in range(0, len(ungraded), 64)]
     for part in tqdm(parts, unit="batch", desc="grading", disable=not parts):
-        _, found, answers = zip(*part, strict=True)
-        grades = grade_all([episode["task"] for episode in found], answers, profile)
-        for (row, episode, _), grade in zip(part, grades, strict=True):
+        tasks = [episode["task"] for _, episode in part]
+        grades = grade_all(tasks, [row["answer"] for row, _ in part], profile)
+        for (row, episode), grade in zip(part, grades, strict=True):
             played = episode["dialogue_history"][:2 * episode["turns"]]  # up to the agent's last
             row |= {"reward": grade.reward, "reasons": reasons_of(grade, played),
                     "judge": f"--judge {profile}"}
     if ungraded:
         print(f"Answers without a reward, which were graded: {len(ungraded)} (judge {profile})")
-    return rows, len(ungraded)
+    return len(ungraded)
 
 
-def log_episodes(path, prompt):
-    """An episode for each line of a log. If lines have faults, it stops and lists these lines."""
+def log_episodes(rows, prompt):
+    """An episode for each row of a log. If lines have faults, it stops and lists these lines."""
     episodes, faults, named = [], [], set()  # named: (task id, sample) of lines with a sample
     ignored, roles = set(), Counter()
-    for where, row in read_jsonl(path):
+    for where, row in rows:
         wrong = faults_of(row)
         if not wrong:
             episode = log_episode(row, prompt, where)
