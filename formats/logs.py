@@ -136,7 +136,6 @@ def grade_answers(rows, profile):
 def log_episodes(rows, prompt):
     """An episode for each row of a log. If lines have faults, it stops and lists these lines."""
     episodes, faults, named = [], [], set()  # named: (task id, sample) of lines with a sample
-    ignored, roles = set(), Counter()
     for where, row in rows:
         wrong = faults_of(row)
         if not wrong:
@@ -150,14 +149,14 @@ def log_episodes(rows, prompt):
         if sample is not None:
             named.add((task_id, sample))
         episodes.append(episode)
-        ignored |= row.keys() - {"messages", "reward", *OPTIONS}
-        roles.update(message["role"] for message in row["messages"])
     number_samples(episodes)
     if faults:
         more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
+    ignored = set().union(*(row for _, row in rows)) - {"messages", "reward", *OPTIONS}
     if ignored:
         print(f"Keys that are ignored: {harmless(', '.join(sorted(ignored)))}")
+    roles = Counter(message["role"] for _, row in rows for message in row["messages"])
     others = sorted(roles.keys() - KNOWN_ROLES)
     if others:
         listed = ", ".join(f"{harmless(role)} ({roles[role]})" for role in others)
