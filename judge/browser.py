@@ -243,7 +243,7 @@ class Browser:
         find_chromium()  # a missing Chromium is an error now, not at the first page
         self.seconds_per_page = seconds_per_page
         self.pages_per_start = pages_per_start
-        self.stylesheet = base64.b64encode(gzip.decompress(TAILWIND_FILE.read_bytes())).decode()
+        self.stylesheet = gzip.decompress(TAILWIND_FILE.read_bytes())
         self.devtools = None
 
     def __enter__(self):
@@ -361,13 +361,11 @@ class Browser:
         is_document = kind == "Document"
         if address == self.address and self.html is not None:
             page, self.html = self.html, None  # a page that asks for its own address gets nothing
-            body = base64.b64encode(page.encode()).decode()
-            self._fulfil(request, "text/html; charset=utf-8", body)
+            self._fulfil(request, "text/html; charset=utf-8", page.encode())
         elif TAILWIND_ADDRESS.match(address) and not is_document:
             self._fulfil(request, "text/css", self.stylesheet)
         elif PICTURE_HOST.match(address) and not is_document:
-            picture = base64.b64encode(placeholder_picture(address)).decode()
-            self._fulfil(request, "image/png", picture)
+            self._fulfil(request, "image/png", placeholder_picture(address))
         elif address.startswith("data:"):
             self.devtools.send("Fetch.continueRequest", requestId=request)
         else:
@@ -387,7 +385,7 @@ class Browser:
             requestId=request,
             responseCode=200,
             responseHeaders=[{"name": name, "value": value} for name, value in fields.items()],
-            body=body,
+            body=base64.b64encode(body).decode(),
         )
 
 
