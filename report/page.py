@@ -24,8 +24,6 @@ from runtime.text import counted
 from toy.credit import has_toy_credit, toy_credit
 
 PAGE = Path(__file__).with_name("page.html")
-EMPTY_DATA = '<script type="application/json" id="data">{}</script>'
-EMPTY_EPISODES = '<script type="text/plain" id="packed"></script>'
 THUMBNAIL = 360  # pixels of width
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
@@ -261,7 +259,8 @@ def page_of(data, policies):
 
     The policy allows the page's style and script, by hash, its embedded pictures, and nothing else.
     """
-    filled_in = as_json(data)
+    # in a <script> element, where without `<` no text can begin or end a tag
+    filled_in = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     episodes = packed_episodes(policies, PAGE_BYTES - len(filled_in))
     page = PAGE.read_text(encoding="utf-8")
     style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
@@ -270,13 +269,7 @@ def page_of(data, policies):
               " img-src data:; base-uri 'none'; form-action 'none'")
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     page = page.replace("<!-- Content-Security-Policy -->", meta)
-    page = page.replace(EMPTY_EPISODES, EMPTY_EPISODES.replace("><", f">{episodes}<"))
-    return page.replace(EMPTY_DATA, EMPTY_DATA.replace("{}", filled_in))
-
-
-def as_json(value):
-    """JSON for a <script> element: without `<`, no text in it can begin or end a tag."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+    return page.replace(">DATA<", f">{filled_in}<").replace(">EPISODES<", f">{episodes}<")
 
 
 def sha256(text):
