@@ -105,9 +105,10 @@ def child_filter(process: int) -> bytes:
     return b"".join(program)
 
 
-def install_filter(libc: ctypes.CDLL, program: ctypes.Array) -> bool:
+def install_filter(libc: ctypes.CDLL, program: bytes) -> bool:
     """Have the kernel run a filter before every further system call; false if it refuses."""
-    header = struct.pack("HP", len(program) // 8, ctypes.addressof(program))
+    buffer = ctypes.create_string_buffer(program)
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     return libc.prctl(INSTALL_FILTER, FILTER_MODE, header, 0, 0) == 0
 
 

@@ -35,7 +35,6 @@ from judge.values import describe
 PRELOADED = (
     "base64", "concurrent.futures.thread", "dataclasses", "difflib", "functools", "itertools",
     "pathlib", "shutil", "string", "subprocess", "tempfile", "textwrap", "typing", "weakref")
-PROCESS_MARK = 0x7A7A7A7A  # stands in the child's filter where its process id goes
 SECONDS_OF_CHILD = 300
 
 
@@ -64,15 +63,14 @@ def serve_answers(control: socket.socket, folder: str) -> None:
 
     signal.signal(signal.SIGUSR1, end_with_owner)
     status = {"limits": set_limits(LIMITS)}
-    libc, rules, program = None, -1, None
+    libc, rules, filters = None, -1, False
     fork = os.fork
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         fork = ctypes.PyDLL(None).fork  # os.fork also repairs in the child what no child needs
         locks, rules = lock_down(libc, folder)
         status |= locks
-        if status["system calls"]:
-            program = ctypes.create_string_buffer(child_filter(PROCESS_MARK))
+        filters = status["system calls"]
     os.dup2(0, 2)  # /dev/null
     control.send(json.dumps(status).encode() + b"\n")
     gc.collect()
@@ -85,7 +83,7 @@ def serve_answers(control: socket.socket, folder: str) -> None:
             time.sleep(0.1)  # until the machine has room for another process
         if child == 0:
             control.close()
-            run_child(libc, descriptors[0], worker, rules, program)
+            run_child(libc, descriptors[0], worker, rules, filters)
         try:
             os.close(descriptors[0])
             control.send(struct.pack("i", child))
@@ -110,11 +108,7 @@ def settle_imports() -> None:
 
 
 def run_child(
-    libc: ctypes.CDLL | None,
-    descriptor: int,
-    worker: int,
-    rules: int,
-    program: ctypes.Array | None,
+    libc: ctypes.CDLL | None, descriptor: int, worker: int, rules: int, filters: bool
 ) -> None:
     """Put the last locks on this new child, then do its work. Never returns."""
     try:
@@ -124,11 +118,8 @@ def run_child(
             libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
             if rules >= 0 and libc.syscall(RESTRICT_SELF, rules, 0) != 0:
                 os._exit(1)
-            if program:
-                mark, pid = struct.pack("I", PROCESS_MARK), struct.pack("I", os.getpid())
-                program.raw = program.raw.replace(mark, pid)
-                if not install_filter(libc, program):
-                    os._exit(1)
+            if filters and not install_filter(libc, child_filter(os.getpid())):
+                os._exit(1)
         if os.getppid() == worker:
             run_job(descriptor)
     finally:
@@ -215,8 +206,7 @@ def lock_down(libc: ctypes.CDLL, folder: str) -> tuple[dict[str, bool], int]:
     status["files"] = rules >= 0
     status["system calls"] = False
     if platform.machine() in MACHINES and struct.calcsize("P") == 8:
-        program = ctypes.create_string_buffer(worker_filter())
-        status["system calls"] = install_filter(libc, program)
+        status["system calls"] = install_filter(libc, worker_filter())
     return status, rules
 
 
