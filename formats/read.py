@@ -90,16 +90,17 @@ def complete_episode(row, where="episode"):
     error = row.get("error") or None  # an empty text is no error
     check_history(history, where, in_turn=not domain.logged)
     turns = sum(message["role"] == "assistant" for message in history)
-    if not error and not turns:
-        raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an agent"
-                         " turn, expected at least one")
-    reward = None if error else expect(row, "reward", NUMBER, where)
-    if not error and not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
-        raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1; only"
-                         " logs may have others, which are finite")
-    success = None
-    if domain.has_success and not error:
-        success = reward == 1
+    reward = success = None
+    if not error:
+        if not turns:
+            raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an"
+                             " agent turn, expected at least one")
+        reward = expect(row, "reward", NUMBER, where)
+        if not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
+            raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1;"
+                             " only logs may have others, which are finite")
+        if domain.has_success:
+            success = reward == 1
     if row.get("success") not in (None, success):
         raise SystemExit(f"{where}: found success {row['success']} with reward {reward}, expected"
                          f" {success}: true for a reward of 1, false below, null for failed"
