@@ -40,9 +40,10 @@ def overview(results, policies, files, training):
                 for name, policy in policies.items()}
     starts = {run.flags.get("model") for run in training}
     described = []
-    for name, found in episodes.items():
+    for name in policies:
         file = next(path for owner, path in files if owner == name)  # of its first seed
-        described.append({"name": name, "what": policy_clause(found[0], file, starts)})
+        what = policy_clause(results["policies"][name], file, starts)
+        described.append({"name": name, "what": what})
     runs = [{"name": run.name, "what": training_method(run.script, run.flags),
              "curves": training_curves(run)} for run in training]
     logged = results and DOMAINS[results["domain"]].logged
@@ -71,13 +72,13 @@ def subtitle(results):
     return words
 
 
-def policy_clause(first, file, starts):
+def policy_clause(facts, file, starts):
     """What a policy is and how it was played, as far as the run.json of its file says.
 
-    first: one of its episodes; starts: the models that the training runs of the page start from.
+    facts: what evaluate.py found of it; starts: the models that the training runs start from.
     """
     _, flags = record_of(Path(f"{file}.run.json"))
-    agent = first.get("agent") or flags.get("agent") or ""
+    agent = facts["agent"] or flags.get("agent") or ""
     script, trained = record_of(Path(agent, "run.json")) if agent else ("", {})
     what = []
     if agent and agent in starts:
@@ -87,9 +88,8 @@ def policy_clause(first, file, starts):
     if flags.get("max_turns", MAX_TURNS) != MAX_TURNS:
         what.append("in one turn" if flags["max_turns"] == 1
                     else f"at most {flags['max_turns']} turns")
-    if (first.get("best_of_n") or 1) > 1:
-        what.append(f"each turn the best of {first['best_of_n']} candidates, chosen by"
-                    f" {first.get('scorer') or 'a critic'}")
+    for count, scorer in facts["best_of"]:
+        what.append(f"each turn the best of {count} candidates, chosen by {scorer}")
     return "; ".join(what)
 
 
