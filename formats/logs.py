@@ -17,7 +17,6 @@ import itertools
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -52,8 +51,12 @@ def import_command(args):
     if args.judge != "fixed" and not graded:
         raise SystemExit(f"{args.file}: found no answer that has to be graded, expected some with"
                          f" --judge {args.judge}; omit it")
-    output = Path(args.output)
-    write_new(output, as_jsonl(episodes))
+    write_new(args.output, as_jsonl(episodes))
+    print_imported(args.output, episodes, graded)
+
+
+def print_imported(output, episodes, graded):
+    """Print what was imported, and what may keep a critic from learning from it."""
     by_task = group_by_task(episodes)
     failed = sum(bool(episode["error"]) for episode in episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}
