@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 from tqdm import tqdm
@@ -51,6 +52,7 @@ class ServerSpeaker(Speaker):
 
     def __init__(self, url, settings, retries=8, pause=0.2, timeout=300):
         self.url = url.rstrip("/")
+        self.opener = opener_for(url)
         self.retries, self.pause, self.timeout = retries, pause, timeout
         self.key = api_key()
         # Servers take their defaults from the checkpoint's recommendation, which often cuts the
@@ -168,7 +170,7 @@ class ServerSpeaker(Speaker):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with OPENER.open(request, timeout=timeout) as response:
+            with self.opener.open(request, timeout=timeout) as response:
                 return json.loads(read_within(response, timeout))
         except urllib.error.HTTPError as error:
             with error:
@@ -242,7 +244,13 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-OPENER = urllib.request.build_opener(NoRedirects)
+def opener_for(url):
+    """What opens this server's addresses: directly if it runs on this machine, where a proxy of the
+    environment (http_proxy) would not find it.
+    """
+    own = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    proxies = [urllib.request.ProxyHandler({})] if own else []
+    return urllib.request.build_opener(NoRedirects, *proxies)
 
 
 class WrongAddress(SpeakerError):

@@ -51,6 +51,12 @@ def test_the_texts_are_those_of_the_server_for_these_messages_and_seeds():
     assert server.seen_keys == {None}
 
 
+def test_a_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody is
+    with running(echo) as server:
+        assert ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0].finished
+
+
 def one_choice(handler, body):
     """Ignores `n`."""
     return handler.choose({"content": f" {echo(body, body['seed'])}\n"}, "length")
