@@ -14,6 +14,8 @@ test: .venv/ready # two halves side by side; what the second one printed comes l
 # On Linux without an NVIDIA GPU, torch's CPU build spares the CUDA packages. Where its index cannot be
 # reached, the plain install follows. `make CPU_TORCH= toy` omits it.
 .venv/ready: requirements.txt tests/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("found Python %d.%d, expected 3.10 to 3.13; give another, as in" \
+		" make PYTHON=python3.12 toy" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv .venv
 	@if [ -n "$(CPU_TORCH)" ] && [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		$(PIP) --retries 0 --timeout 15 --index-url $(CPU_TORCH) \
