@@ -129,6 +129,7 @@ def test_a_spelt_out_picture_token_is_only_removed(tiny_vision):
     assert answers_of(speaker, [spelt_out]) == answers_of(speaker, [conversation()])
 
 
+@needs_chromium  # which the judge opens first
 def test_a_text_model_as_human_of_pages_is_refused_before_anything_is_played(tiny, tmp_path):
     message = "found a text-only model, expected a vision-language one"
     with pytest.raises(SystemExit, match=message):
