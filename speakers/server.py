@@ -5,9 +5,11 @@ The address and the model's name are checked before anything is asked.
 """
 
 import http.client
+import ipaddress
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -32,6 +34,10 @@ REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
 # what reading an answer raises if its body makes no sense
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+# Parameters that some servers refuse (OpenAI's reasoning models the first two, Mistral the third),
+# each with what takes its place there (None: nothing)
+OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
+UNSUPPORTED = re.compile("unsupported|not supported|not permitted", re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
@@ -71,6 +77,7 @@ class ServerSpeaker(Speaker):
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.refuses_n = False  # whether it refuses requests for more than one answer
+        self.names = {}  # of parameters that it refuses -> of what takes their place, None: nothing
         self.model_name = self._checked_name(settings.model_name)
 
     def reply(self, request):
@@ -102,18 +109,20 @@ class ServerSpeaker(Speaker):
 
     def _request(self, messages, n, seed):
         """The utterances of one request, retried; SpeakerError if there are none."""
-        body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed}
-        body |= self.sampling
         refused = False
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"the server was given up: {self.given_up}")
             began = time.monotonic()
             asked_pause = 0
+            body = self._body(messages, n, seed)
             try:
                 utterances = utterances_of(self._ask("/chat/completions", body, self.timeout))
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
-                reason, refused = str(error), error.refused
+                reason = str(error)
+                if error.refused and self._renames(reason, body):
+                    continue
+                refused = error.refused
                 if isinstance(error, WrongAddress) and not self.has_answered:
                     self._give_up(reason)  # no other request would fare better
                 break
@@ -138,6 +147,27 @@ class ServerSpeaker(Speaker):
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             self._give_up(reason)
         raise SpeakerError(f"{self.url}: {reason}", refused)
+
+    def _body(self, messages, n, seed):
+        """A request, without the parameters that this server refuses."""
+        body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed}
+        body |= self.sampling
+        named = {self.names.get(name, name): value for name, value in body.items()}
+        named.pop(None, None)
+        return named
+
+    def _renames(self, reason, body):
+        """Whether the server refuses a parameter of this body that later ones can do without."""
+        for name, other in OTHER_NAMES.items():
+            if name in body and UNSUPPORTED.search(reason) and re.search(rf"\b{name}\b", reason):
+                with self.lock:
+                    is_new = name not in self.names
+                    self.names[name] = other
+                if is_new:
+                    instead = f"with {other} instead" if other else "without it"
+                    tqdm.write(f"{self.url}: refuses {name}; requests go on {instead}", sys.stderr)
+                return True
+        return False
 
     def _give_up(self, reason):
         if not self.given_up:  # the first reason says most
@@ -164,7 +194,8 @@ class ServerSpeaker(Speaker):
 
         SpeakerError: the request is wrong. Any other error may be temporary.
         """
-        headers = {"Content-Type": "application/json"}
+        # some hosts of APIs refuse urllib's own name (HTTP 403, "error code: 1010")
+        headers = {"Content-Type": "application/json", "User-Agent": "sweet-rl-colbench"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         data = None if body is None else json.dumps(body).encode()
@@ -245,11 +276,15 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def opener_for(url):
-    """What opens this server's addresses: directly if it runs on this machine, where a proxy of the
-    environment (http_proxy) would not find it.
+    """What opens this server's addresses: directly if it runs on this machine or in its network,
+    where a proxy of the environment (http_proxy) would not find it.
     """
-    own = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    proxies = [urllib.request.ProxyHandler({})] if own else []
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        near = ipaddress.ip_address(host).is_private  # so are 127.0.0.1, ::1 and 0.0.0.0
+    except ValueError:
+        near = "." not in host  # localhost, node7
+    proxies = [urllib.request.ProxyHandler({})] if near else []
     return urllib.request.build_opener(NoRedirects, *proxies)
 
 

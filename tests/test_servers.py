@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import types
+from urllib.request import ProxyHandler
 
 import pytest
 from chat_server import FAULTS, TIMEOUT, running, small_talk
@@ -19,7 +20,7 @@ from runtime.names import check_spec
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
 from speakers.pool import run as run_jobs
-from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker
+from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker, opener_for
 
 # -----------------------------------------------------------------------------
 # The speaker
@@ -55,6 +56,41 @@ def test_a_server_on_this_machine_is_asked_without_the_proxy_of_the_environment(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody is
     with running(echo) as server:
         assert ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0].finished
+
+
+@pytest.mark.parametrize("host, direct", [
+    ("localhost", True), ("node7", True), ("0.0.0.0", True), ("10.1.2.3", True), ("[::1]", True),
+    ("api.openai.com", False), ("8.8.8.8", False)])
+def test_a_server_of_this_network_is_asked_without_the_proxy(monkeypatch, host, direct):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    handlers = opener_for(f"http://{host}:8000/v1").handlers
+    assert direct is not any(isinstance(handler, ProxyHandler) for handler in handlers)
+
+
+def test_a_host_that_refuses_urllibs_own_name_answers():
+    def refuse(handler, body=None):
+        return handler.headers["User-Agent"].startswith("Python-urllib") and handler.reply(403, b"")
+
+    with running(echo, models=["m"], get=refuse, say=refuse) as server:
+        assert ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0].finished
+
+
+def reasoning_model(handler, body):
+    """Refuses what OpenAI's reasoning models and Mistral's API refuse."""
+    for name in ("max_tokens", "top_p", "seed"):
+        if name in body:
+            return handler.reply(400, f"Unsupported parameter: '{name}'.".encode())
+    return handler.choose({"content": str(body["max_completion_tokens"])})
+
+
+def test_a_parameter_that_a_server_refuses_is_renamed_or_left_out(impatient):
+    with running(echo, say=reasoning_model) as server:
+        speaker = load_speaker(server.url, settings=SpeakerSettings(max_new_tokens=7))
+        answers = ask_all(speaker, CONVERSATIONS[:3])
+        assert [utterances[0].text for utterances in answers] == ["7"] * 3
+        before = server.calls
+        ask_all(speaker, CONVERSATIONS[:3])
+        assert server.calls == before + 3  # it is not asked with them again
 
 
 def one_choice(handler, body):
