@@ -138,7 +138,7 @@ class Judge:
         self.max_timeouts = max_timeouts
         self.seconds = seconds
         self.expected = {}  # key of a task -> test -> what came out of it with the solution
-        count = workers or min(os.cpu_count() or 1, 8)
+        count = workers or min(usable_cores(), 8)
         self.workers: set[Worker] = set()
         self.close = weakref.finalize(self, close_workers, self.workers)
         for _ in range(count):
@@ -269,6 +269,13 @@ class Judge:
         return outcomes
 
 
+def usable_cores() -> int:
+    """The cores that this process may use: on a cluster, fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def tests_of(task: dict) -> dict[str, str]:
     """Name -> test. Arrow conversions fill the names that a task lacks with None."""
     return {name: test for name, test in task["test_cases"].items() if test is not None}
@@ -279,7 +286,7 @@ class BackendJudge(Judge):
 
     def __init__(self, judge="fixed", require_protection=False):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine
-        workers = max(1, (os.cpu_count() or 1) // processes)
+        workers = max(1, min(usable_cores(), 64) // processes)  # 64 dialogues are played at a time
         super().__init__(workers, require_protection=require_protection)
         self.profile = judge
 

@@ -6,6 +6,10 @@ export CUDA_VISIBLE_DEVICES= # all is computed on the CPU: the models are tiny
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
 DOMAIN=${DOMAIN:-backend}
+if [ "$DOMAIN" != backend ] && [ "$DOMAIN" != frontend ]; then
+  echo "found DOMAIN=$DOMAIN, expected backend or frontend; give one, such as DOMAIN=backend" >&2
+  exit 1
+fi
 SEED=${SEED:-0}
 TOY=runs/out/toy # where runs/toy.sh writes, with SUFFIX
 if [ -n "${SHORT:-}" ]; then # a smoke run

@@ -106,6 +106,11 @@ def announce_device(device):
         advice = ""
         if not device.startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
             advice = "; where other jobs keep the cores busy, OMP_NUM_THREADS=1 is faster"
+        hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+        if device == "cpu" and not hidden and os.path.exists("/dev/nvidiactl"):
+            advice = ("; this machine seems to have one: its driver may be too old for this torch,"
+                      " or torch came without CUDA (remove .venv, then `make CPU_TORCH="
+                      " .venv/ready`)")
         print(f"computing on {device} ({name}){advice}", file=sys.stderr)
 
 

@@ -56,7 +56,11 @@ def join_processes(training=False):
 
     With `training`, it also has the group of training steps, even if it is the only process.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and "RANK" not in os.environ:
+        raise SystemExit(f"found WORLD_SIZE {world} without RANK, expected both, as torchrun sets"
+                         " them, or neither; start the script with torchrun, or unset WORLD_SIZE")
+    rank = int(os.environ["RANK"]) if world > 1 else 0
     if world == 1 and not training:
         return Process(rank, world, None)
     import torch
@@ -75,7 +79,7 @@ def join_processes(training=False):
         end_with_parent(signal.SIGKILL)
         # between steps, ranks may finish hours apart; torchrun notices one that dies
         options = {"timeout": datetime.timedelta(days=7)}
-        if "RANK" not in os.environ:
+        if world == 1:  # also where a cluster sets RANK and a port, which several scripts may share
             options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
         torch.distributed.init_process_group("gloo", **options)
         end_with_parent(signal.SIGTERM)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("OPENAI_API_KEY", None)  # tests look for a key of their own
 if "TEST_GPU" not in os.environ:  # tests/gpu_check.sh sets it
     # tests compare exact numbers, and start more processes than most machines have GPUs
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -244,11 +245,12 @@ def png(colour, width=100, height=60):
 
 @pytest.fixture(scope="session")
 def chromium():
-    """Whoever needs it is skipped where Chromium is not installed."""
-    from judge.browser import find_chromium
+    """Whoever needs it is skipped where Chromium is not installed, or does not start."""
+    from judge.browser import Browser
 
     try:
-        find_chromium()
+        with Browser() as one:
+            one.picture("<html></html>")
     except SystemExit as missing:
         pytest.skip(str(missing))
 

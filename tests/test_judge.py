@@ -23,7 +23,7 @@ from conftest import ROOT, read_rows
 
 from judge.handle import Worker
 from judge.sandbox import (
-    REQUIRED, SOLUTION_FAILED, Grade, Judge, check_solutions, extract_code)
+    REQUIRED, SOLUTION_FAILED, BackendJudge, Grade, Judge, check_solutions, extract_code)
 from judge.values import describe, is_value, reason_of
 
 DOUBLE = {
@@ -537,6 +537,12 @@ def wait_for_the_end_of(pids, seconds):
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     assert not any(map(running, pids))
+
+
+def test_there_are_as_many_workers_as_cores_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7}, raising=False)
+    with BackendJudge() as judge:
+        assert len(judge.workers) == 3
 
 
 @needs_linux

@@ -20,6 +20,25 @@ MACHINE = types.SimpleNamespace(dtype=None, checkpointing_every=None, reshard=Tr
 
 
 # -----------------------------------------------------------------------------
+# What torchrun, or a cluster, puts into the environment
+
+
+def test_world_size_without_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit, match="WORLD_SIZE 4 without RANK"):
+        join_processes()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_alone_leads_and_reads_no_port_of_the_cluster(monkeypatch, rank):
+    for name, value in {"RANK": rank, "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+                        "MASTER_PORT": "of another script"}.items():
+        monkeypatch.setenv(name, value)
+    assert join_processes().leads
+    assert join_processes(training=True).leads
+
+
+# -----------------------------------------------------------------------------
 # The share of each rank
 
 
