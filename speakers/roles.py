@@ -47,7 +47,7 @@ def read_tasks_and_prompts(args, process):
     say = print if process.leads else lambda text: None
     fill_in_flags(args, tasks, domain, say)
     refuse_unplayable(args, domain)
-    name_critic(args.agent, say)
+    tell_if_critic(args.agent, say)
     prompts = read_prompts(args, tasks, domain)
     return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
 
@@ -84,7 +84,7 @@ def refuse_unplayable(args, domain):
                          " (or scripted, which only says that it does not know, for a dry run)")
 
 
-def name_critic(agent, say):
+def tell_if_critic(agent, say):
     """Say so if a critic plays."""
     record = Path(agent, "run.json")
     if record.is_file() and "privileged" in read_run(record)["flags"]:
