@@ -238,7 +238,8 @@ def score(policies, draws=2000):
 
 
 def main(args):
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, only the first process evaluates
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if several and os.environ.get("RANK", "0") != "0":  # only the first process evaluates
         return
     results = score(read_policies(args.policies))
     tables = all_tables(results)

@@ -207,7 +207,7 @@ class Judge:
         return json.dumps([task["ground_truth"], tests_of(task), profile])
 
     def expected_of(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> dict:
-        """Name of a test -> what came out of it with the solution, which runs once."""
+        """Name of a test -> what came out of it with the solution; kept for later answers."""
         key = self.key(task, profile)
         if key not in self.expected:
             tests, seconds = tests_of(task), factor * self.seconds
@@ -286,7 +286,7 @@ class BackendJudge(Judge):
 
     def __init__(self, judge="fixed", require_protection=False):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine
-        workers = max(1, min(usable_cores(), 64) // processes)  # 64 dialogues are played at a time
+        workers = min(max(1, usable_cores() // processes), 64)  # as many as dialogues by default
         super().__init__(workers, require_protection=require_protection)
         self.profile = judge
 

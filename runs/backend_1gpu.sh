@@ -31,6 +31,7 @@ if [ -n "${LORA:-}" ]; then
   SAMPLING+=(--batch_size 16) # the caches of more dialogues do not fit beside 15 GB of weights
 fi
 if [ -n "${SHORT:-}" ]; then
+  export CUDA_VISIBLE_DEVICES=
   MODEL=toy/base
   HUMAN=(--human "${HUMAN_URL:-scripted}")
   TRAIN=(--tasks toy:backend:train --num_tasks 40)

@@ -33,6 +33,7 @@ GRADING=() # that of the official code: --judge official
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
+  export CUDA_VISIBLE_DEVICES=
   RUN=python
   MODEL=toy/base
   HUMAN=(--human "${HUMAN_URL:-scripted}")

@@ -34,6 +34,7 @@ PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt F
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 # seconds to save in; torchrun kills what takes longer
 if [ -n "${SHORT:-}" ]; then
+  export CUDA_VISIBLE_DEVICES=
   RUN=python
   MODEL=toy/base_frontend
   CRITIC=toy/base_frontend

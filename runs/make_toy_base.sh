@@ -16,6 +16,10 @@ AGENT=${AGENT:-scripted}
 READ=${READ:-inform} # how it learns to read a solution: inform or recite (toy/make_base.py)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} OMP_WAIT_POLICY=passive
 export CUDA_VISIBLE_DEVICES= # on the CPU: the model is tiny
+if [ "$DOMAIN" != backend ] && [ "$DOMAIN" != frontend ]; then
+  echo "found DOMAIN=$DOMAIN, expected backend or frontend; give one, such as DOMAIN=backend" >&2
+  exit 1
+fi
 if [ "$DOMAIN" = backend ]; then
   BASE=${BASE:-toy/base}
   TASKS=(--tasks "toy:backend:train:${WORLD:-256}" --num_tasks 4000)

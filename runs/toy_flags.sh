@@ -1,7 +1,7 @@
 # Flags and commands of the embedded world's recipes, which source this file. docs/tuning.md says
 # how the flags were chosen.
 export OMP_NUM_THREADS=1
-export CUDA_VISIBLE_DEVICES= # all is computed on the CPU: the models are tiny
+export CUDA_VISIBLE_DEVICES= # everything runs on the CPU: the models are tiny
 # malloc keeps freed memory: new pages from the kernel take time
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 

@@ -101,12 +101,12 @@ def default_device():
 @functools.cache
 def announce_device(device):
     """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
         name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
         advice = ""
         if not device.startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
             advice = "; where other jobs keep the cores busy, OMP_NUM_THREADS=1 is faster"
-        hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if device == "cpu" and not hidden and os.path.exists("/dev/nvidiactl"):
             advice = ("; this machine seems to have one: its driver may be too old for this torch,"
                       " or torch came without CUDA (remove .venv, then `make CPU_TORCH="

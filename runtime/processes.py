@@ -67,7 +67,8 @@ def join_processes(training=False):
 
     cuda, device = torch.cuda.is_available(), "cpu"
     if cuda:
-        index, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        index = int(os.environ.get("LOCAL_RANK", 0)) if world > 1 else 0
+        gpus = torch.cuda.device_count()
         if index >= gpus:
             raise SystemExit(f"found {counted(gpus, 'GPU')} for more processes, expected one for"
                              f" each; give torchrun --nproc_per_node {gpus}, or set"

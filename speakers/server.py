@@ -37,7 +37,7 @@ SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Parameters that some servers refuse (OpenAI's reasoning models the first two, Mistral the third),
 # each with what takes its place there (None: nothing)
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
-UNSUPPORTED = re.compile("unsupported|not supported|not permitted", re.IGNORECASE)
+UNSUPPORTED = re.compile("unsupported|not support|not permitted", re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
@@ -109,18 +109,20 @@ class ServerSpeaker(Speaker):
 
     def _request(self, messages, n, seed):
         """The utterances of one request, retried; SpeakerError if there are none."""
-        refused = False
+        refused, names = False, self.names
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"the server was given up: {self.given_up}")
             began = time.monotonic()
             asked_pause = 0
-            body = self._body(messages, n, seed)
+            body = self._body(messages, n, seed, names)
             try:
                 utterances = utterances_of(self._ask("/chat/completions", body, self.timeout))
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason = str(error)
-                if error.refused and self._renames(reason, body):
+                name = error.refused and refused_parameter(reason, body)
+                if name:
+                    names = names | {name: OTHER_NAMES[name]}
                     continue
                 refused = error.refused
                 if isinstance(error, WrongAddress) and not self.has_answered:
@@ -134,6 +136,7 @@ class ServerSpeaker(Speaker):
             else:
                 self.failures_in_a_row, self.failing_since, self.told = 0, None, False
                 self.has_answered = True
+                self._keep(names)
                 return utterances
             if asked_pause == 0 and self._silent_for_long(began, reason):
                 self._give_up(reason)
@@ -148,26 +151,22 @@ class ServerSpeaker(Speaker):
             self._give_up(reason)
         raise SpeakerError(f"{self.url}: {reason}", refused)
 
-    def _body(self, messages, n, seed):
-        """A request, without the parameters that this server refuses."""
+    def _body(self, messages, n, seed, names):
+        """A request; names: parameter -> what takes its place, None: nothing."""
         body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed}
         body |= self.sampling
-        named = {self.names.get(name, name): value for name, value in body.items()}
+        named = {names.get(name, name): value for name, value in body.items()}
         named.pop(None, None)
         return named
 
-    def _renames(self, reason, body):
-        """Whether the server refuses a parameter of this body that later ones can do without."""
-        for name, other in OTHER_NAMES.items():
-            if name in body and UNSUPPORTED.search(reason) and re.search(rf"\b{name}\b", reason):
-                with self.lock:
-                    is_new = name not in self.names
-                    self.names[name] = other
-                if is_new:
-                    instead = f"with {other} instead" if other else "without it"
-                    tqdm.write(f"{self.url}: refuses {name}; requests go on {instead}", sys.stderr)
-                return True
-        return False
+    def _keep(self, names):
+        """Have later requests named as this one, which was answered."""
+        with self.lock:
+            new = sorted(names.keys() - self.names.keys())
+            self.names = self.names | names
+        for name in new:
+            instead = f"with {names[name]} instead" if names[name] else "without it"
+            tqdm.write(f"{self.url}: refuses {name}; requests go on {instead}", sys.stderr)
 
     def _give_up(self, reason):
         if not self.given_up:  # the first reason says most
@@ -327,6 +326,14 @@ def retry_after(error):
     if not (seconds.isascii() and seconds.isdecimal()):
         return 0
     return min(float(seconds), MAX_RETRY_AFTER)
+
+
+def refused_parameter(reason, body):
+    """The parameter of a request that the server refuses and that has a substitute, or None."""
+    for name in OTHER_NAMES:
+        if name in body and UNSUPPORTED.search(reason) and re.search(rf"\b{name}\b", reason):
+            return name
+    return None
 
 
 def utterances_of(answer):

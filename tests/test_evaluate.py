@@ -492,6 +492,7 @@ def test_markdown_survives_a_pipe_in_a_name_and_is_aligned():
 
 def test_of_several_processes_one_evaluates(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     evaluate.main(evaluate.parse_args(["a=nowhere.jsonl", "--output", str(tmp_path / "out")]))
     assert capsys.readouterr().out == "" and not (tmp_path / "out").exists()
 

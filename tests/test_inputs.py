@@ -199,6 +199,9 @@ def test_a_field_that_is_null_is_a_field_that_is_missing(tmp_path):
     for tests in (None, {"test1": None, "test2": None}):
         task = complete_task(page | {"test_cases": tests})
         assert task["domain"] == "frontend" and "test_cases" not in task
+    code = {"problem_description": "Bold.", "ground_truth": "def f(x): return f'<b>{x}</b>'"}
+    with pytest.raises(SystemExit, match="found no test"):
+        complete_task(code | {"test_cases": {"test1": None}})
 
 
 def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):

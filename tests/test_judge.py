@@ -326,10 +326,15 @@ def test_a_folder_that_a_pth_file_puts_on_the_path_is_closed_to_answers(judge, t
     assert json.loads(done.stdout) == {"t": "raised PermissionError"}
 
 
-@needs_landlock
-@pytest.mark.parametrize("action", HOSTILE.values(), ids=HOSTILE.keys())
+OPENS_FILES = ("reads a file", "reads its tasks", "writes outside")  # Landlock alone stops these
+
+
+@needs_linux
+@pytest.mark.parametrize("action", [
+    pytest.param(action, id=name, marks=[needs_landlock] if name in OPENS_FILES else [])
+    for name, action in HOSTILE.items()])
 def test_the_machine_is_closed_to_an_answer_that(judge, action):
-    assert all(judge.status[name] for name in REQUIRED)
+    assert all(judge.status[name] for name in REQUIRED if name != "files")
     imports = "import ctypes, fcntl, os, resource, socket, struct, subprocess"
     grade = judge.grade(DOUBLE, f"{imports}\ndef f(n):\n    {action}\n    return n * 2")
     assert grade.reward == 0

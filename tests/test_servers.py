@@ -93,6 +93,19 @@ def test_a_parameter_that_a_server_refuses_is_renamed_or_left_out(impatient):
         assert server.calls == before + 3  # it is not asked with them again
 
 
+def test_a_refusal_that_no_substitute_mends_changes_no_later_request(impatient):
+    def say(handler, body):
+        if "BAD" in body["messages"][0]["content"]:
+            return handler.reply(400, b"content type not supported: BAD, a seed of max_tokens")
+        return handler.choose({"content": f"{body['seed']} {body['max_tokens']}"})
+
+    with running(echo, say=say) as server:
+        speaker = load_speaker(server.url)
+        before = ask_all(speaker, CONVERSATIONS[:1])
+        assert "HTTP 400" in str(ask_all(speaker, [dialogue("BAD")])[0])
+        assert ask_all(speaker, CONVERSATIONS[:1]) == before
+
+
 def one_choice(handler, body):
     """Ignores `n`."""
     return handler.choose({"content": f" {echo(body, body['seed'])}\n"}, "length")
