@@ -238,8 +238,8 @@ def score(policies, draws=2000):
 
 
 def main(args):
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    if several and os.environ.get("RANK", "0") != "0":  # only the first process evaluates
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not alone and os.environ.get("RANK", "0") != "0":  # the first process of torchrun evaluates
         return
     results = score(read_policies(args.policies))
     tables = all_tables(results)

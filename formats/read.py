@@ -41,13 +41,13 @@ def complete_task(row, where="task"):
     row = without_nulls(row)
     check_keys(row, TASK_KEYS, {"task_id": str, "hidden_information": str, "domain": str}, where)
     solution = row["ground_truth"]
-    is_page = re.search(r"</?[a-zA-Z][^<>]*>", solution)
     tests = row.get("test_cases")
     no_tests = isinstance(tests, dict) and tests and not without_nulls(tests)
     if no_tests and solution.lstrip().startswith("<"):  # code with tags in it needs tests
         del row["test_cases"]  # conversions by Arrow give all rows the tests of some, as nulls
     if "domain" not in row:
-        row["domain"] = "frontend" if is_page and "test_cases" not in row else "backend"
+        is_page = re.search(r"</?[a-zA-Z][^<>]*>", solution) and "test_cases" not in row
+        row["domain"] = "frontend" if is_page else "backend"
     if row["domain"] not in DOMAINS:
         names = " or ".join(repr(name) for name in DOMAINS)
         raise SystemExit(f"{where}: found domain {row['domain']!r}, expected {names}")
