@@ -25,9 +25,8 @@ def rank_states(args, open_critic, flags):
     # rows are appended one by one, so a killed command goes on where it stopped
     store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
     for script in edited_since(run):
-        if process.leads:
-            print(f"{args.output}: {script} was edited since this critic was trained; the"
-                  " advantages are those of the code as it is now")
+        process.say(f"{args.output}: {script} was edited since this critic was trained; the"
+                    " advantages are those of the code as it is now")
     jobs = {state_key(state): state for state in states}
     mine = store.missing(jobs)
     if mine:  # a model is loaded only for states that are left to rank

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from runtime.lora import (
     WithoutMatrices, add_matrices, has_matrices, load_matrices, take_apart)
 from runtime.names import check_checkpoint
+from runtime.processes import own_rank
 
 
 def load_tokenizer(path, max_length=None):
@@ -101,7 +102,7 @@ def default_device():
 @functools.cache
 def announce_device(device):
     """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
-    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
+    if own_rank() == 0:
         name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
         advice = ""
         if not device.startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:

@@ -26,6 +26,11 @@ class Process(typing.NamedTuple):
         interval = 0.1 if sys.stderr.isatty() else 60
         return {"disable": not self.leads, "mininterval": interval}
 
+    def say(self, text):
+        """Print a text once, on the leader."""
+        if self.leads:
+            print(text)
+
     def barrier(self):
         if self.world > 1:
             import torch.distributed
@@ -51,6 +56,12 @@ SIGNAL_OF_PARENTS_DEATH = 1  # option of prctl
 STEP_MINUTES = 30
 
 
+def own_rank():
+    """The rank that torchrun gave this process; 0 if it is alone, whatever a cluster has set."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    return 0 if alone else int(os.environ.get("RANK", 0))
+
+
 def join_processes(training=False):
     """This process among those that torchrun started.
 
@@ -60,7 +71,7 @@ def join_processes(training=False):
     if world > 1 and "RANK" not in os.environ:
         raise SystemExit(f"found WORLD_SIZE {world} without RANK, expected both, as torchrun sets"
                          " them, or neither; start the script with torchrun, or unset WORLD_SIZE")
-    rank = int(os.environ["RANK"]) if world > 1 else 0
+    rank = own_rank()
     if world == 1 and not training:
         return Process(rank, world, None)
     import torch

@@ -65,8 +65,7 @@ class Run:
         self.handlers = {}  # signal -> what it did before the first step
 
     def say(self, text):
-        if self.process.leads:
-            print(text)
+        self.process.say(text)
 
     def remove(self, *patterns):
         """Remove files of an earlier run from the output."""

@@ -44,10 +44,9 @@ def read_tasks_and_prompts(args, process):
     check_spec(args.agent)
     check_spec(args.human or "scripted")
     domain = one_domain(tasks)
-    say = print if process.leads else lambda text: None
-    fill_in_flags(args, tasks, domain, say)
+    fill_in_flags(args, tasks, domain, process.say)
     refuse_unplayable(args, domain)
-    tell_if_critic(args.agent, say)
+    tell_if_critic(args.agent, process.say)
     prompts = read_prompts(args, tasks, domain)
     return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
 

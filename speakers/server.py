@@ -77,7 +77,7 @@ class ServerSpeaker(Speaker):
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.refuses_n = False  # whether it refuses requests for more than one answer
-        self.names = {}  # of parameters that it refuses -> of what takes their place, None: nothing
+        self.left_out = frozenset()  # parameters that it refuses, and that requests lack
         self.model_name = self._checked_name(settings.model_name)
 
     def reply(self, request):
@@ -109,20 +109,20 @@ class ServerSpeaker(Speaker):
 
     def _request(self, messages, n, seed):
         """The utterances of one request, retried; SpeakerError if there are none."""
-        refused, names = False, self.names
+        refused, left_out = False, self.left_out
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"the server was given up: {self.given_up}")
             began = time.monotonic()
             asked_pause = 0
-            body = self._body(messages, n, seed, names)
+            body = self._body(messages, n, seed, left_out)
             try:
                 utterances = utterances_of(self._ask("/chat/completions", body, self.timeout))
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason = str(error)
                 name = error.refused and refused_parameter(reason, body)
                 if name:
-                    names = names | {name: OTHER_NAMES[name]}
+                    left_out |= {name}
                     continue
                 refused = error.refused
                 if isinstance(error, WrongAddress) and not self.has_answered:
@@ -136,7 +136,8 @@ class ServerSpeaker(Speaker):
             else:
                 self.failures_in_a_row, self.failing_since, self.told = 0, None, False
                 self.has_answered = True
-                self._keep(names)
+                if left_out:
+                    self._leave_out(left_out)
                 return utterances
             if asked_pause == 0 and self._silent_for_long(began, reason):
                 self._give_up(reason)
@@ -151,21 +152,24 @@ class ServerSpeaker(Speaker):
             self._give_up(reason)
         raise SpeakerError(f"{self.url}: {reason}", refused)
 
-    def _body(self, messages, n, seed, names):
-        """A request; names: parameter -> what takes its place, None: nothing."""
+    def _body(self, messages, n, seed, left_out):
+        """A request without some parameters, or with what takes their place."""
         body = {"model": self.model_name, "messages": messages, "n": n, "seed": seed}
         body |= self.sampling
-        named = {names.get(name, name): value for name, value in body.items()}
-        named.pop(None, None)
-        return named
+        for name in left_out:
+            value, other = body.pop(name), OTHER_NAMES[name]
+            if other:
+                body[other] = value
+        return body
 
-    def _keep(self, names):
-        """Have later requests named as this one, which was answered."""
+    def _leave_out(self, names):
+        """Leave these parameters out of later requests, as one without them was answered."""
         with self.lock:
-            new = sorted(names.keys() - self.names.keys())
-            self.names = self.names | names
+            new = sorted(names - self.left_out)
+            self.left_out |= names
         for name in new:
-            instead = f"with {names[name]} instead" if names[name] else "without it"
+            other = OTHER_NAMES[name]
+            instead = f"with {other} instead" if other else "without it"
             tqdm.write(f"{self.url}: refuses {name}; requests go on {instead}", sys.stderr)
 
     def _give_up(self, reason):
