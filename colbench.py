@@ -68,10 +68,11 @@ def without_thoughts(text):
 
     Some chat templates put the opening tag into the prompt, so the text has only the closing one.
     """
-    _, end, said = text.rpartition(END_OF_THOUGHTS)  # without the tag, `said` is the whole text
-    if not end and text.lstrip().startswith(THOUGHTS):
+    if END_OF_THOUGHTS in text:
+        return text.rsplit(END_OF_THOUGHTS, 1)[1].strip()
+    if text.lstrip().startswith(THOUGHTS):
         return None
-    return said.strip()
+    return text.strip()
 
 
 # -----------------------------------------------------------------------------
@@ -152,10 +153,9 @@ def agent_messages(history, prompt):
 def agent_view(episode):
     """(messages, finished): what the agent saw and said; whether each turn ended by itself."""
     history = episode["dialogue_history"]
-    turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
-    # cut after the last turn: in some logs, messages follow that the agent did not answer
-    messages = agent_messages(history[:turns[-1] + 1], prompt_of_episode(episode))
-    return messages, [history[index].get("finished") is not False for index in turns]
+    finished = [message.get("finished") is not False for message in history
+                if message["role"] == "assistant"]
+    return agent_messages(history, prompt_of_episode(episode)), finished
 
 
 def request_index(messages):
@@ -330,13 +330,12 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
         <u> hi </> <a> hello </> <u> more </> <a> some
         -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
 
-    The ids end with a generation prompt if the last message is not the agent's, or if
-    `generation_prompt` asks for one: in logs, an agent may speak twice in a row. Turns for which
-    `finished` has no entry count as finished.
+    The ids end with the last agent turn or, with `generation_prompt`, with the prompt for another
+    one. Turns for which `finished` has no entry count as finished.
     """
     end_id, end_text = end_of_turn(tokenizer)
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if generation_prompt or messages[-1]["role"] != "assistant":
+    if generation_prompt:
         starts.append(len(messages))  # of the turn that is still to be said
     ids, turn_index = [], []
     rendered = ""  # what these ids say
@@ -374,7 +373,7 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     # prompt, even after the last turn
     starts = [head]
     starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
-    if generation_prompt or roles[-1] != "assistant":
+    if generation_prompt:
         starts.append(len(messages))
     for start in starts:
         dropped = roles[head:start].count("assistant")

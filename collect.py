@@ -65,15 +65,15 @@ class Rules(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}; "" means no instructions
     human_prompt: str
     max_turns: int
-    reply_chars: int | None  # human replies are cut to this length; None: to the domain's
+    reply_chars: int  # human replies are cut to this length
     seed: int
 
 
-def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
+def play(task, sample, agent, human, judge, rules):
     """One dialogue, from the request to the reward; returns the episode.
 
     Sampling is seeded by task, sample and call, so dialogues do not affect each other. An error
-    ends only this dialogue, and is noted in its episode. `on_turn` is called after each agent turn.
+    ends only this dialogue, and is noted in its episode.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
@@ -95,7 +95,6 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
             content, answer = split_message(task, said.text, turn == rules.max_turns)
             history.append({"role": "assistant", "content": content, "output": said.text,
                             "finished": said.finished})
-            on_turn()
             if answer is not None:
                 break
             party = "human"
@@ -103,8 +102,7 @@ def play(task, sample, agent, human, judge, rules, on_turn=lambda: None):
                 view = history
             else:
                 view = domain.human_view(task, history, rules.human_prompt, judge)
-            limit = rules.reply_chars or domain.reply_chars
-            reply = ask(human, view).spoken[:limit]  # without a model's thoughts
+            reply = ask(human, view).spoken[:rules.reply_chars]  # without a model's thoughts
             history.append({"role": "user", "content": reply})
         party = "judge"  # which may ask a model, too
         grade = judge.grade(task, domain.graded_text(answer, history))
@@ -183,19 +181,20 @@ def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()
     """
     # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
-    rules = Rules(agent_prompt, human_prompt, args.max_turns, args.reply_chars, args.seed)
+    rules = Rules(agent_prompt, human_prompt, args.max_turns,
+                  args.reply_chars or domain.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     store = open_store(args, process, episode_key, inputs, models)
     if store.missing(jobs):
         with open_judge(args, domain) as judge:
-            notes = {"agent": args.agent, "human": args.human_model or args.human,
-                     "judge": judge.flags} | (notes or {})
+            played_by = {"agent": args.agent, "human": args.human_model or args.human,
+                         "judge": judge.flags} | (notes or {})
             human, agent = open_human(args, process, domain), open_agent(args, process)
 
-            def work(key, on_turn):
+            def work(key):
                 _, sample = key
-                return play(jobs[key], sample, agent, human, judge, rules, on_turn) | notes
+                return play(jobs[key], sample, agent, human, judge, rules) | played_by
 
             fill(store, jobs, work, (agent, human, judge), in_flight=args.batch_size)
     return store.finish(jobs)
@@ -211,7 +210,7 @@ def collect_states(args, process):
         agent = open_agent(args, process)
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
-        def work(key, on_turn):  # no turn is played, so on_turn is unused
+        def work(key):
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
         fill(store, jobs, work, (agent,), in_flight=at_once)
@@ -239,7 +238,7 @@ def main(args):
 
 
 def collect_parser(description):
-    """A variant adds its own flags; a required one with `needs="tasks"` makes --states an error."""
+    """The parser of this script; variants/best_of_n.py adds its flags."""
     parser = FlagParser(description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", help="tasks to play: a file, or toy:backend:train,"

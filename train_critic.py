@@ -328,7 +328,7 @@ def train(args):
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # with .run.json, .rank0, ...
 
     # pairs of rows; some tasks are held out
-    tokenizer = load_tokenizer(args.model, args.max_length)  # refuses what cannot be trained
+    tokenizer = load_tokenizer(args.model)
     episodes, failed = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length, args.privileged)
@@ -409,7 +409,8 @@ class Critic:
         flags = read_critic_flags(path)
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         self.normalise = flags["normalise"]
-        self.plain_reference = reference == "plain"
+        # plain, as in the official ranking: the reference does not see the solution
+        self.reference_sees = "none" if reference == "plain" else self.privileged
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -417,9 +418,7 @@ class Critic:
     def advantages(self, task, messages, texts, finished):
         """Each text's advantage as the turn after `messages`; None if the longest does not fit."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
-        reference_rows = rows
-        if self.plain_reference:  # as in the official ranking: it does not see the solution
-            reference_rows = self.candidate_rows(task, messages, texts, finished, "none")
+        reference_rows = self.candidate_rows(task, messages, texts, finished, self.reference_sees)
         if rows is None or reference_rows is None:
             return None
         advantages = self.turn_advantages(rows, reference_rows)  # (R, 1); (R, 0) if all are empty

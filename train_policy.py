@@ -173,15 +173,12 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
-        # the candidates in pairs; if the longest of them does not fit, the state is omitted
-        used = sorted({index for pair in pairs for index in pair})
-        encoded = encode_candidates(tokenizer, state["messages"],
-                                    [state["candidates"][index] for index in used],
-                                    [state["finished"][index] for index in used], max_length)
-        if encoded is None:
+        encoded = encode_candidates(tokenizer, state["messages"], state["candidates"],
+                                    state["finished"], max_length)
+        if encoded is None:  # the longest does not fit
             too_long += len(pairs)
             continue
-        rows = {index: Row(*fields) for index, fields in zip(used, encoded, strict=True)}
+        rows = [Row(*fields) for fields in encoded]
         pairs_of_states.append([(rows[chosen], rows[rejected]) for chosen, rejected in pairs])
     return pairs_of_states, too_long
 
@@ -333,9 +330,11 @@ def main(args):
         return
 
     # pairs of rows
-    tokenizer = load_tokenizer(args.model, args.max_length)  # refuses what cannot be trained
-    read_pairs = read_candidate_pairs if args.candidates else read_episode_pairs
-    groups, agent_prompt = read_pairs(tokenizer, args, run)
+    tokenizer = load_tokenizer(args.model)
+    if args.candidates:
+        groups, agent_prompt = read_candidate_pairs(tokenizer, args, run)
+    else:
+        groups, agent_prompt = read_episode_pairs(tokenizer, args, run)
     pairs = [pair for group in groups for pair in group]
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
     run.refuse_unequal_data([row.ids for row in rows])  # all processes must have read the same

@@ -5,18 +5,12 @@ known, what to mend; then which protections the sandbox has on this machine.
 """
 
 import ast
-import importlib.machinery
 import re
-import sys
 
 from formats.read import read_tasks
 from judge.sandbox import SECOND_LINES, check_solutions
 from runtime.files import read_jsonl
 from runtime.text import harmless
-
-
-READ = {"task_id", "domain", "problem_description", "ground_truth", "hidden_information",
-        "test_cases", "toy"}  # keys of a task that some stage reads
 
 
 def check_tasks(path, profile, require_protection):
@@ -28,12 +22,6 @@ def check_tasks(path, profile, require_protection):
                          " tasks, whose tests can be checked")
     rows, status = check_solutions(tasks, profile, require_protection)
     lines = [where for where, _ in read_jsonl(path)]
-    first = {}  # request and solution -> the line that has them first
-    for line, task in zip(lines, tasks, strict=True):
-        earlier = first.setdefault((task["problem_description"], task["ground_truth"]), line)
-        if earlier != line:
-            print(f"{line}: has the request and the solution of {earlier}, and counts as a task of"
-                  " its own")
     tests = {}  # (index of the task, what is wrong) -> names of its tests
     for index, name, reason in rows:
         wrong = reason + solution_advice(tasks[index], name, reason)
@@ -43,10 +31,6 @@ def check_tasks(path, profile, require_protection):
     broken = {index for index, _, _ in rows}
     solvable = len(tasks) - len(broken)
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")
-    unread = set().union(*tasks) - READ
-    if unread:
-        print("Keys that no stage reads, though a --human_prompt may name them:"
-              f" {harmless(', '.join(sorted(unread)))}")
     for name, active in status.items():
         missing = "MISSING"
         if name in SECOND_LINES:
@@ -69,9 +53,7 @@ def solution_advice(task, name, reason):
     if not is_expression(test):
         return f" (the test is no Python expression: {harmless(test)})"
     if reason == "the solution raised ModuleNotFoundError":
-        missing = " and ".join(missing_modules(task["ground_truth"]))
-        if missing:
-            return f" (it needs the module {missing}, which the judge does not have)"
+        return " (the judge has the modules of this Python environment and no others)"
     return ""
 
 
@@ -81,15 +63,3 @@ def is_expression(text):
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last three: odd or deep
         return False
     return True
-
-
-def missing_modules(code):
-    """The modules that code imports and that this interpreter, which is the judge's, lacks."""
-    names = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    return sorted(name for name in names - sys.stdlib_module_names
-                  if importlib.machinery.PathFinder.find_spec(name) is None)

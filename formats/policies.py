@@ -1,7 +1,5 @@
 """The policies that evaluate.py and the report compare: each NAME=FILE is one seed."""
 
-import hashlib
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -66,12 +64,4 @@ def facts_of(policy):
             "best_of": sorted({(episode["best_of_n"], episode.get("scorer") or "a critic")
                                for episode in episodes if (episode.get("best_of_n") or 1) > 1}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,
-            "dialogues": [hash_of_words(of_seed) for of_seed in policy],
             "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
-
-
-def hash_of_words(episodes):
-    """A hash of all that was said in episodes without an error; None if there are none."""
-    said = [[message["content"] for message in episode["dialogue_history"]]
-            for episode in episodes if not episode["error"]]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16] if said else None

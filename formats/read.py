@@ -8,7 +8,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from colbench import DOMAINS
+from colbench import DOMAINS, prompt_of_episode
 from formats.outcome import leak_share
 from runtime.files import ResumableJsonl, expect, read_jsonl, without_nulls
 
@@ -41,10 +41,6 @@ def complete_task(row, where="task"):
     row = without_nulls(row)
     check_keys(row, TASK_KEYS, {"task_id": str, "hidden_information": str, "domain": str}, where)
     solution = row["ground_truth"]
-    tests = row.get("test_cases")
-    no_tests = isinstance(tests, dict) and tests and not without_nulls(tests)
-    if no_tests and solution.lstrip().startswith("<"):  # code with tags in it needs tests
-        del row["test_cases"]  # conversions by Arrow give all rows the tests of some, as nulls
     if "domain" not in row:
         is_page = re.search(r"</?[a-zA-Z][^<>]*>", solution) and "test_cases" not in row
         row["domain"] = "frontend" if is_page else "backend"
@@ -259,11 +255,9 @@ def custom_prompt(records, say):
     """
     prompts = set()
     for record in records:
-        prompt, domain = record.get("agent_prompt"), DOMAINS[record["task"]["domain"]]
-        patterns = [re.escape(own).replace(r"\{max_turns\}", r"\d+")
-                    for own in (domain.agent_prompt, domain.one_turn_prompt) if own]
-        is_own = prompt and any(re.fullmatch(pattern, prompt) for pattern in patterns)
-        prompts.add(None if is_own else prompt)
+        own = prompt_of_episode(record | {"agent_prompt": None})
+        prompt = record.get("agent_prompt")
+        prompts.add(None if prompt == own else prompt)
     if len(prompts) > 1:
         say(f"found {len(prompts)} different instructions of the agent, so the policy is saved"
             " without any; give --agent_prompt when it plays")

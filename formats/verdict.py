@@ -8,7 +8,7 @@ from runtime.text import harmless, with_interval
 
 def verdict(results):
     """Sentences: the best policy against the next best, the others, then what to beware of."""
-    return [*who_won(results), *cautions(results), *other_reasons(results), *copies(results)]
+    return [*who_won(results), *cautions(results), *other_reasons(results)]
 
 
 def who_won(results):
@@ -42,29 +42,24 @@ def first_lead(lead, results):
     next_best = ", the next best" if second == results["ranking"][1] else ""
     if is_ahead(lead):
         return [f"{best} wins: {solved}, {points} more than {second}{next_best}."]
-    sentences = [f"The winner is not settled: {solved}, {achievement(second, results)}; the"
-                 f" difference is {points}, sign test p = {lead['sign_test_p']:.2g}."]
-    if is_behind(lead):
-        sentences.append(f"On these tasks {second} is better, and that is settled.")
-    return sentences
+    return [f"The winner is not settled: {solved}, {achievement(second, results)}; the difference"
+            f" is {points}, sign test p = {lead['sign_test_p']:.2g}."]
 
 
 def further_leads(leads, results):
     """Sentences on the best policy and the others that it is compared with."""
     best = results["ranking"][0]
     factor, digits = scale(results["metric"], results)
-    sentences, clauses, level = [], [], []
+    clauses, level = [], []
     for lead in leads:
         other = lead["against"]
         if abs(factor * lead["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
             level.append(other)
-        elif is_behind(lead):
-            sentences.append(f"{other} leads {best} by {behind(lead, results)} on the tasks that"
-                             f" both finished ({lead['tasks']}).")
         else:
             clauses.append(f"{other} by {in_points(lead['difference'], results)}")
-            if not is_ahead(lead):
+            if not lead["settled"]:
                 clauses[-1] += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
+    sentences = []
     if clauses:
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
     if level:
@@ -85,13 +80,6 @@ def in_points(difference, results):
     return written(difference, results["metric"], results, " points" if factor == 100 else "")
 
 
-def behind(lead, results):
-    """By how much the first policy of `lead` is behind."""
-    number = lead["difference"]
-    flipped = {"value": -number["value"], "low": -number["high"], "high": -number["low"]}
-    return in_points(flipped, results)
-
-
 def achievement(name, results):
     """Such as "sweet solves 56.8 % [53.7, 59.9]"."""
     metric = results["metric"]
@@ -107,11 +95,6 @@ def is_ahead(lead):
     Its mean over all tasks is the best, but maybe only because errors kept it from harder ones.
     """
     return lead["settled"] and lead["difference"]["value"] > 0
-
-
-def is_behind(lead):
-    """Whether the first policy of `lead` is settled to be worse on these tasks."""
-    return lead["settled"] and lead["difference"]["value"] < 0
 
 
 def cautions(results):
@@ -175,18 +158,6 @@ def other_reasons(results):
                              " policy.")
             sentences.append(sentence)
     return sentences
-
-
-def copies(results):
-    """Sentences on policies, or seeds of them, whose dialogues are those of another one."""
-    same = {}  # hash of the dialogues -> who has them
-    for name, policy in results["policies"].items():
-        for seed, dialogues in enumerate(policy["dialogues"], 1):
-            if dialogues:
-                who = name if policy["seeds"] == 1 else f"file {seed} of {name}"
-                same.setdefault(dialogues, []).append(who)
-    return [f"The dialogues of {' and '.join(others)} are those of {first}, word for word."
-            for first, *others in same.values() if others]
 
 
 # -----------------------------------------------------------------------------

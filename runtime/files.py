@@ -138,12 +138,6 @@ class ResumableJsonl:
                 if file.write(line) != len(line):
                     raise OSError(f"{self.part}: only part of a line could be written")
 
-    def discard(self, keys):
-        """Remove rows that this process has appended."""
-        if self.part.exists():
-            rows = [json.loads(line) for line in self.part.read_bytes().splitlines()]
-            write_jsonl(self.part, [row for row in rows if self.key(row) not in keys])
-
     def finish(self, order):
         """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
 

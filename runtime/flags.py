@@ -4,7 +4,6 @@ import argparse
 import difflib
 import math
 import operator
-import sys
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -53,11 +52,6 @@ class FlagParser(argparse.ArgumentParser):
         return action
 
     def parse_args(self, args=None, namespace=None):
-        try:
-            " ".join(sys.argv if args is None else args).encode()
-        except UnicodeEncodeError:
-            raise SystemExit("found a command that is not UTF-8, expected UTF-8; rename the file,"
-                             " or set PYTHONUTF8=1") from None
         args = super().parse_args(args, namespace)
         for name, value in vars(args).items():
             if "" in (value if isinstance(value, list) else [value]):

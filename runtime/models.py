@@ -17,12 +17,7 @@ from runtime.names import check_checkpoint
 from runtime.processes import own_rank
 
 
-def load_tokenizer(path, max_length=None):
-    """A checkpoint's tokenizer. `max_length` is for training: a model that cannot be trained on
-    rows of up to that many tokens is refused.
-    """
-    if max_length:
-        refuse_untrainable(path, max_length)
+def load_tokenizer(path):
     transformers.logging.disable_progress_bar()
     return load_part(transformers.AutoTokenizer, "the tokenizer", path)
 
@@ -52,7 +47,7 @@ def is_quantised(config):
 
 
 def refuse_untrainable(path, max_length):
-    """Refuse what cannot be trained here: quantised weights, random routing, changing positions.
+    """Refuse what cannot be trained here: quantised weights, and positions that change.
 
     No gradient can move weights that are integers. And some models encode all positions anew once a
     batch is longer than a limit: the log-probs of a row would then depend on the rows beside it.
@@ -62,10 +57,6 @@ def refuse_untrainable(path, max_length):
         method = dict(config.quantization_config).get("quant_method", "unknown")
         raise SystemExit(f"{path}: found a quantised model ({method}), expected floating-point"
                          " weights to train; give the model that it was made from")
-    if config.model_type == "phimoe":
-        raise SystemExit(f"{path}: found a model of type phimoe, which chooses experts at random in"
-                         " training, expected one that computes the same in training and in play;"
-                         " choose another")
     limit = limit_of_changing_positions(config)
     if limit and max_length > limit:
         kind = config.get_text_config().rope_parameters["rope_type"]
@@ -122,8 +113,8 @@ def compute_dtype(device, dtype=None):
     return "float32" if str(device) == "cpu" else "bfloat16"
 
 
-def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None, merged=False,
-               move=True, **options):
+def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM, dtype=None,
+               merged=False, move=True, **options):
     """A transformers model, from safetensors only; what cannot be opened is named.
 
     With move=False, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
@@ -133,7 +124,6 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
     # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
     # plans anew for each length
     torch.backends.cuda.enable_cudnn_sdp(False)
-    model_class = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class
     announce_device(str(device))
     gc.collect()  # frees what is left of an earlier model before the next one is loaded
     if torch.cuda.is_available():
@@ -173,7 +163,7 @@ def load_model(path, device="cpu", auto_class="AutoModelForCausalLM", dtype=None
 # Models to train
 
 
-def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
+def open_to_train(args, run, model_class=transformers.AutoModelForCausalLM, **options):
     """`args.model`, sharded over the ranks: fp32 weights, compute in `--dtype`.
 
     With --lora_rank, only the matrices and a value head are trained; all else is frozen, in the
@@ -181,13 +171,13 @@ def open_to_train(args, run, auto_class="AutoModelForCausalLM", **options):
     """
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
     if args.lora_rank:
-        model = load_model(args.model, run.device, auto_class, dtype=args.dtype,
+        model = load_model(args.model, run.device, model_class, dtype=args.dtype,
                            move=run.world == 1, **options)
         add_matrices(model, args.lora_rank, args.lora_alpha or 2 * args.lora_rank)
         if hasattr(model, "score"):
             model.score.float().requires_grad_()
     else:  # as it is stored: `shard` makes it fp32 and moves it, layer by layer
-        model = load_model(args.model, run.device, auto_class, dtype="auto", move=False, **options)
+        model = load_model(args.model, run.device, model_class, dtype="auto", move=False, **options)
     # transformers gives the pad token's embedding no gradient; where that token is a real one, too
     # (many models' end of text), it has to learn. Padding never reaches a loss here
     model.get_input_embeddings().padding_idx = None

@@ -83,13 +83,9 @@ def refuse_other_command(path, before, flags, changed, flag):
         return
     words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"] else name
              for name in changed]
-    moved = any(is_server(str(flags.get(name))) and not flags.get(f"{name}_model")
-                for name in ("agent", "human") if name in changed)
-    hint = ("; the address of a server may change if --agent_model or --human_model names"
-            " its model") if moved else ""
     raise SystemExit(f"{path}: found the output of another run, which differs in"
                      f" {', '.join(words)}; expected the same command, to resume it"
-                     f" ({', '.join(COUNTS)} may grow{hint}); choose another {flag} or"
+                     f" ({', '.join(COUNTS)} may grow); choose another {flag} or"
                      f" remove {files_of(path)}")
 
 
@@ -136,7 +132,7 @@ def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), flag=
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
-    claim_output(record, flags, [*inputs, *records(*models)], process, may_differ, flag)
+    claim_output(record, flags, [*inputs, *run_files(*models)], process, may_differ, flag)
     return ResumableJsonl(path, key, process)
 
 
@@ -252,8 +248,8 @@ def has_output(record):
     return any(not row.get("error") for row in rows)
 
 
-def records(*checkpoints):
-    """The records of the checkpoints that these scripts trained: a retrained one is a new input."""
+def run_files(*checkpoints):
+    """The run.json of checkpoints that these scripts trained: a retrained one is a new input."""
     paths = [Path(checkpoint, "run.json") for checkpoint in checkpoints if checkpoint]
     return [path for path in paths if path.is_file()]
 

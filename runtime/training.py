@@ -31,8 +31,9 @@ from runtime.checkpoints import (
     is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from runtime.files import ResumableJsonl, write_jsonl
 from runtime.flags import COST_FLAGS
+from runtime.models import refuse_untrainable
 from runtime.processes import join_processes
-from runtime.record import RESUME, claim_output, records
+from runtime.record import RESUME, claim_output, run_files
 
 HARDLY_MOVED = 1e-3  # a margin starts at 0, and a model that has learnt its pairs is far above
 
@@ -49,10 +50,12 @@ class Run:
         self.log_file = self.output / "metrics.jsonl"
         self.max_steps = args.max_steps
         self.save_seconds = 60 * args.save_minutes
-        claim_output(self.output / "run.json", vars(args), [*inputs, *records(args.model)],
+        claim_output(self.output / "run.json", vars(args), [*inputs, *run_files(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
-        if args.batch_size < self.world and not self.complete:
+        if not self.complete:
+            refuse_untrainable(args.model, args.max_length)
+        if not self.complete and args.batch_size < self.world:
             self.say(f"--batch_size {args.batch_size} is less than the {self.world} processes, so"
                      " in every step some of them only repeat the work of another")
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log

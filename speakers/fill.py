@@ -19,7 +19,7 @@ FIRST_BUG = threading.Lock()
 
 
 def fill(store, keys, work, speakers, in_flight):
-    """Append the row work(key, on_turn) of each key that is missing, `in_flight` at a time.
+    """Append the row work(key) of each key that is missing, `in_flight` at a time.
 
     If a speaker (or judge) is `given_up`, no further job starts, and the script exits.
     """
@@ -28,17 +28,13 @@ def fill(store, keys, work, speakers, in_flight):
     progress = Progress(store.rows.values(), len(keys), store.process)
 
     def work_and_keep(key):  # in a thread of its own: a kill loses nothing that was finished
-        row = work(key, progress.turn)
+        row = work(key)
         store.append(row)
         progress.row(row)
 
     with progress.bar:
-        for _ in run(work_and_keep, waiting, in_flight):
+        for _ in run(work_and_keep, waiting, in_flight, progress.call):
             pass  # the threads have stored their rows
-    if any(speaker.given_up and not speaker.has_answered for speaker in speakers):
-        # Such a speaker may be misnamed. Rows that ended without asking it would count as output,
-        # and this output would refuse the corrected command
-        store.discard(set(keys) - store.rows.keys())
     stop_if_given_up(*speakers)
 
 
@@ -64,16 +60,17 @@ class Outcome:
 
 
 class Progress:
-    """The leader's bar. Threads tell it of rows, and of turns, which move it between rows."""
+    """The leader's bar. Threads tell it of rows, and of calls, which move it between rows."""
 
     def __init__(self, rows, total, process):
-        self.lock, self.outcome, self.turns = threading.Lock(), Outcome(rows), 0
+        self.lock, self.outcome, self.calls = threading.Lock(), Outcome(rows), 0
         self.step = process.world  # the other ranks are about as fast
         self.bar = tqdm(total=total, initial=len(rows), miniters=0, **process.bar_args)
 
-    def turn(self):
+    def call(self):
+        """A model, a server or the judge has answered a job."""
         with self.lock:
-            self.turns += 1
+            self.calls += 1
             self._draw(0)
 
     def row(self, row):
@@ -82,8 +79,7 @@ class Progress:
             self._draw(self.step)
 
     def _draw(self, rows):
-        turns = [counted(self.turns, "turn")] if self.turns else []
-        shown = ", ".join([str(self.outcome), *turns])
+        shown = f"{self.outcome}, {counted(self.calls, 'call')}"
         if self.step > 1:
             shown = f"of the first process: {shown}"
         self.bar.set_postfix_str(shown, refresh=False)

@@ -51,7 +51,6 @@ class Speaker:
     # as a human: true if it reads the dialogue itself, as scripts do; else the domain's human_view
     reads_history = False
     given_up = None  # once it is no longer asked, the reason, such as a server that is down
-    has_answered = True  # whether it has answered anything so far
     batches_at_once = 1  # how many batches of candidates to ask it for at a time
 
     def reply(self, request):

@@ -35,8 +35,9 @@ CURRENT = threading.local()  # .job: (its Pool, the Future of its outcome), if t
 class Pool:
     """What the threads of one `run` share. A job is the Future of its outcome."""
 
-    def __init__(self):
-        self.changed = threading.Condition()  # guards all of these
+    def __init__(self, on_answer):
+        self.on_answer = on_answer  # called after each call that a job has waited for
+        self.changed = threading.Condition()  # guards all that follows
         self.awake = set()  # jobs that compute, and may still ask a model
         self.asking = {}  # job -> (compute, request, Future of the answer)
         self.ended = []  # jobs whose outcome was not read yet
@@ -78,12 +79,13 @@ class Pool:
                 answer.set_result(value)
 
 
-def run(function, jobs, size):
+def run(function, jobs, size, on_answer=lambda: None):
     """Yield function(job) of each job as it ends; what a call raises is raised here.
 
-    `jobs` is read as calls end, so that it can stop early.
+    `jobs` is read as calls end, so that it can stop early. A job calls `on_answer` in its thread
+    whenever it has the answer that it has waited for.
     """
-    pool, jobs, live = Pool(), iter(jobs), 0
+    pool, jobs, live = Pool(on_answer), iter(jobs), 0
     try:
         while True:
             for argument in itertools.islice(jobs, size - live):
@@ -124,12 +126,11 @@ def elsewhere():
         with pool.changed:
             pool.refuse_if_over()
             pool.awake.add(job)
+    pool.on_answer()
 
 
 class JudgeElsewhere:
     """A judge whose calls are waited for elsewhere; `flags` are those that it was opened with."""
-
-    has_answered = True  # `fill` reads this, and given_up, of speakers and judges alike
 
     def __init__(self, judge, flags=""):
         self.judge, self.flags = judge, flags
@@ -159,4 +160,6 @@ def gather(compute, request):
         pool.refuse_if_over()
         pool.asking[job] = compute, request, answer
         pool.sleep(job)
-    return answer.result()
+    value = answer.result()
+    pool.on_answer()
+    return value

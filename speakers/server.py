@@ -26,8 +26,7 @@ from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import elsewhere
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all retries; then it gives up on the server
-TOLD_AFTER = 10  # seconds without an answer, after which a message says so
-MAX_SILENCE = 6  # times `timeout`: after so long without any answer, it gives up, too
+TOLD_AFTER = 10  # seconds that attempts of one request have failed, after which a message says so
 TRANSIENT_STATUS = (408, 409, 425, 429)  # worth a retry, as all from 500 up except 501
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 # before a first answer, these mean a wrong key, path or model name, or an address that has moved
@@ -70,10 +69,8 @@ class ServerSpeaker(Speaker):
             "top_p": 1,
         }
         self.lock = threading.Lock()
-        self.in_flight = 0  # requests without a reply so far
         self.failures_in_a_row = 0
-        self.failing_since = None  # when the first failed attempt since the last answer began
-        self.told = False  # whether a message has named the failed attempts since then
+        self.told = False  # whether a message has named failed attempts since the last answer
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
         self.refuses_n = False  # whether it refuses requests for more than one answer
@@ -81,16 +78,8 @@ class ServerSpeaker(Speaker):
         self.model_name = self._checked_name(settings.model_name)
 
     def reply(self, request):
-        with self.lock:
-            if self.in_flight == 0:
-                self.failing_since = None  # a time without requests is no silence of the server
-            self.in_flight += 1
-        try:
-            with elsewhere():
-                return self._answer(request.messages, request.n, request.seed)
-        finally:
-            with self.lock:
-                self.in_flight -= 1
+        with elsewhere():
+            return self._answer(request.messages, request.n, request.seed)
 
     def _answer(self, messages, n, seed):
         """n utterances for one conversation."""
@@ -110,10 +99,10 @@ class ServerSpeaker(Speaker):
     def _request(self, messages, n, seed):
         """The utterances of one request, retried; SpeakerError if there are none."""
         refused, left_out = False, self.left_out
+        began = time.monotonic()
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"the server was given up: {self.given_up}")
-            began = time.monotonic()
             asked_pause = 0
             body = self._body(messages, n, seed, left_out)
             try:
@@ -134,14 +123,13 @@ class ServerSpeaker(Speaker):
                 # the connection was closed, nothing came, or the body is cut or makes no sense
                 reason = self._shown(f"{type(error).__name__}: {error}")
             else:
-                self.failures_in_a_row, self.failing_since, self.told = 0, None, False
+                self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
                 if left_out:
                     self._leave_out(left_out)
                 return utterances
-            if asked_pause == 0 and self._silent_for_long(began, reason):
-                self._give_up(reason)
-            elif attempt < self.retries - 1:
+            self._tell(time.monotonic() - began, reason)
+            if attempt < self.retries - 1:
                 back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
                 time.sleep(asked_pause + back_off)
         if refused and self.has_answered:
@@ -176,21 +164,15 @@ class ServerSpeaker(Speaker):
         if not self.given_up:  # the first reason says most
             self.given_up = f"{self.url}: {reason}"
 
-    def _silent_for_long(self, began, reason):
-        """Whether the server has been silent for too long; an attempt begun at `began` failed."""
-        since = self.failing_since  # read once: other threads reset it
-        if since is None:
-            since = began
-        self.failing_since = since
-        silence = time.monotonic() - since
+    def _tell(self, seconds, reason):
+        """Print why a request has no answer after so many seconds, once until the next answer."""
         with self.lock:
-            tell = silence > TOLD_AFTER and not self.told
+            tell = seconds > TOLD_AFTER and not self.told
             self.told |= tell
         if tell:
-            tqdm.write(f"{self.url}: no answer for {silence:.0f} seconds ({reason}); it is asked"
+            tqdm.write(f"{self.url}: no answer for {seconds:.0f} seconds ({reason}); it is asked"
                        " again, and if that does not help, the run ends and can be resumed",
                        sys.stderr)
-        return silence > MAX_SILENCE * self.timeout
 
     def _ask(self, path, body, timeout):
         """The JSON that the server has under `path`, in one attempt; `body` None is a GET.

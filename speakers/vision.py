@@ -108,7 +108,7 @@ class VisionSpeaker(Speaker):
     def __init__(self, path, settings):
         self.processor = load_processor(path)
         self.model = load_model(path, settings.device or default_device(),
-                                "AutoModelForImageTextToText", settings.dtype).eval()
+                                transformers.AutoModelForImageTextToText, settings.dtype).eval()
         self.temperature = settings.temperature
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size

@@ -153,7 +153,7 @@ class LoneRun(Run):
 
 def replace_parts(memory, built):
     """Let `load_model` return what was built, and FSDP's move to the GPU be booked; --packed."""
-    def load_model(path, device="cpu", auto_class=None, move=True, **options):
+    def load_model(path, device="cpu", model_class=None, move=True, **options):
         for tensor in (*built.parameters(), *built.buffers()):
             memory.see(tensor, host=not move)
         return built

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from conftest import PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
-from parties import LenientJudge, Served
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from colbench import (
@@ -12,7 +11,6 @@ from colbench import (
     split_message)
 from formats.outcome import leak_share, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
-from collect import Rules, play
 from judge.sandbox import Grade, grade
 from runtime.templates import prompt_ids, render
 from train_critic import critic_messages
@@ -230,17 +228,6 @@ def test_the_leak_meter_measures_the_longest_repeated_run():
     assert leak() == 0.0
 
 
-@pytest.mark.parametrize("reply_chars, domain, expected", [
-    (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
-def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(reply_chars, domain, expected):
-    wordy = Served(lambda request: "x" * 2000)
-    wordy.reads_history = True
-    task = {"task_id": "t", "domain": domain, "problem_description": "p", "ground_truth": "g"}
-    rules = Rules("", "", max_turns=2, reply_chars=reply_chars, seed=0)
-    episode = play(task, 0, wordy, wordy, LenientJudge(), rules)
-    assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
-
-
 # -----------------------------------------------------------------------------
 # Token ids
 
@@ -265,7 +252,7 @@ def test_a_prompt_is_the_beginning_of_the_dialogue_that_it_becomes(template):
     tokenizer = byte_tokenizer(template)
     whole, _ = encode_dialogue(tokenizer, DIALOGUE)
     for length in (1, 3):
-        prompt, turn_index = encode_dialogue(tokenizer, DIALOGUE[:length])
+        prompt, turn_index = encode_dialogue(tokenizer, DIALOGUE[:length], generation_prompt=True)
         assert whole[:len(prompt)] == prompt and turn_index[-1] == -1
 
 
@@ -366,7 +353,7 @@ def test_an_end_of_turn_token_takes_in_the_line_end_after_it_as_in_the_whole_tex
     tokenizer = spaced_tokenizer("first", OPENS_WITH_A_TOKEN)
     tokenizer.add_tokens([AddedToken("<end>", rstrip=True, special=True)])
     messages = dialogue("t", "yes it is", "a b")
-    ids, _ = encode_dialogue(tokenizer, messages)
+    ids, _ = encode_dialogue(tokenizer, messages, generation_prompt=True)
     assert ids == prompt_ids(tokenizer, [render(tokenizer, messages)])[0]
     assert tokenizer.convert_tokens_to_ids("\n") not in ids
 

@@ -356,15 +356,10 @@ def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):
 def test_a_policy_that_is_behind_on_the_tasks_that_both_finished_never_wins(tmp_path, capsys):
     errors = [failed(task, "gone") for task in range(50, 150)]
     lucky = outcomes(30, 50) + errors
-    lead, third = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150), third=[
-        *outcomes(45, 50), *outcomes(0, 150)[50:]])["leads"]
+    [lead] = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150))["leads"]
     assert (lead["policy"], lead["tasks"], lead["settled"]) == ("lucky", 50, True)
     assert lead["difference"]["value"] == pytest.approx(-0.4)
-    first, *others = capsys.readouterr().out.splitlines()
-    assert others[:2] == [
-        "On these tasks other is better, and that is settled.",
-        f"third leads lucky by 30.0 points [{-100 * third['difference']['high']:.1f},"
-        f" {-100 * third['difference']['low']:.1f}] on the tasks that both finished (50)."]
+    first, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("The winner is not settled: lucky solves 60.0 % [")
     assert "the difference is -40.0 points [" in first and "that both finished (50)" in first
 
@@ -398,29 +393,22 @@ def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, ca
     ({"best_of_n": 4, "scorer": "critic"}, {},
      "Each turn of a was the best of 4 candidates by critic. A critic that sees the solution"),
     ({"best_of_n": 4, "scorer": "grader:x"}, {"best_of_n": 1, "scorer": "critic"},
-     "Each turn of a was the best of 4 candidates by grader:x.\n"),
-    ({}, {}, "The dialogues of b are those of a, word for word.")])
+     "Each turn of a was the best of 4 candidates by grader:x.\n")])
 def test_what_else_may_explain_a_difference_is_said(tmp_path, capsys, ours, theirs, said):
     policies = {"a": outcomes(3, 4, **ours), "b": outcomes(2, 4, **theirs)}
     evaluated(tmp_path, **policies)
     assert said in capsys.readouterr().out
-    other = {"dialogue_history": dialogue("p", "I WANT TO ANSWER: other")}
-    evaluated(tmp_path, a=outcomes(3, 4, **theirs), b=outcomes(2, 4, **theirs, **other))
+    evaluated(tmp_path, a=outcomes(3, 4, **theirs), b=outcomes(2, 4, **theirs))
     printed = capsys.readouterr().out
-    assert not any(part in printed for part in ("different", "best of", "word for word"))
+    assert not any(part in printed for part in ("different", "best of"))
 
 
-def test_copies_of_a_seed_are_named_and_unknown_instructions_and_errors_are_no_reason(
-        tmp_path, capsys):
-    evaluated(tmp_path, *seeds(tmp_path, "p", 4, 1, 2))
-    said = capsys.readouterr().out
-    assert "The dialogues of file 2 of p are those of file 1 of p, word for word." in said
+def test_unknown_instructions_and_errors_are_no_reason(tmp_path, capsys):
     unknown = [episode(0, reward=None, error="gone", agent_prompt=None)]
     with pytest.raises(SystemExit):
         evaluated(tmp_path, a=unknown, b=unknown,
                   c=outcomes(1, 1, agent_prompt="Ask.", max_turns=9))
-    said = capsys.readouterr().out
-    assert "word for word" not in said and "instructions" not in said
+    assert "instructions" not in capsys.readouterr().out
 
 
 def test_a_bound_of_exactly_0_excludes_no_0_whatever_the_order_of_addition():

@@ -65,11 +65,6 @@ def test_a_mistyped_flag_is_refused_by_name(script, flag, tmp_path, capsys):
     assert ("did you mean --" in printed) == (flag != "--zzz")
 
 
-def test_a_name_that_is_not_utf_8_is_refused_at_once():
-    with pytest.raises(SystemExit, match="found a command that is not UTF-8, expected"):
-        evaluate.parse_args(["p\udcff=episodes.jsonl", "--output", "o"])
-
-
 def test_files_may_follow_one_flag_or_one_flag_each():
     for files in (["a", "b"], ["a", "--episodes", "b"]):
         given = ["--model", "m", "--output", "o", "--episodes", *files]

@@ -316,4 +316,4 @@ def test_a_message_that_the_template_cannot_render_is_named_with_the_template_s_
     messages = [*dialogue("order 12 is lost", "which?"), {"role": "tool", "content": "found"}]
     with pytest.raises(SystemExit, match="'order 12 is lost', of the roles user, assistant, tool "
                        ".no tools.; expected"):
-        encode_dialogue(tokenizer, messages)
+        encode_dialogue(tokenizer, messages, generation_prompt=True)

@@ -115,12 +115,6 @@ def test_the_pairs_of_a_state_do_not_depend_on_other_states_or_on_the_scale_of_a
     assert texts([state]) != texts([other])
 
 
-def test_a_candidate_that_is_in_no_pair_takes_no_room():
-    state = ranked_state({"a": -1.0, "b": 1.0, "long " * 100: 0.0})
-    (pairs,), too_long = rows_of([state], "positive_vs_negative", max_length=100)
-    assert len(pairs) == 1 and too_long == 0
-
-
 def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is():
     state = ranked_state({"a": 0.0, "a long candidate " * 3: 1.0},
                          dialogue("t", "one question", "its reply"))
@@ -279,7 +273,8 @@ def test_a_model_with_dropout_learns_without_it(files, tiny, tmp_path):
 def test_the_agents_own_prompt_travels_with_the_weights_and_ours_does_not(trained, files, tiny):
     assert (trained / "agent_prompt.txt").read_text() == "Ask.\n"
     ours = agent_prompt_of(ranked_state({"a": 1.0})["task"], None, 7)
-    write_rows(files / "ours.jsonl", [ranked_state({"a": 1.0, "b": 0.0}, agent_prompt=ours)])
+    write_rows(files / "ours.jsonl", [ranked_state({"a": 1.0, "b": 0.0}, agent_prompt=ours)
+                                     | {"max_turns": 7}])
     train(files / "ours.jsonl", tiny(), files / "ours")
     assert not (files / "ours/agent_prompt.txt").exists()
 

@@ -4,14 +4,13 @@ import functools
 import hashlib
 import json
 import threading
-import time
 import types
 from urllib.request import ProxyHandler
 
 import pytest
 from chat_server import FAULTS, TIMEOUT, running, small_talk
 from conftest import ROOT, dialogue, read_rows, run_script
-from parties import TASKS, ask_all, collect_now
+from parties import ask_all, collect_now
 
 import speakers
 from colbench import without_thoughts
@@ -233,17 +232,14 @@ def test_a_wrong_key_or_address_is_given_up_at_once_unless_others_were_answered(
         assert speaker.given_up is None
 
 
-def test_a_silent_server_is_told_of_once_and_costs_six_time_limits_in_all(monkeypatch, capsys):
+def test_a_silent_server_is_told_of_once_and_given_up(monkeypatch, capsys):
     monkeypatch.setattr("speakers.server.TOLD_AFTER", 0.2)
     with running(echo, fault_rate=1.0, fault="silence") as server:
         settings = SpeakerSettings(max_new_tokens=8)
         speaker = ServerSpeaker(server.url, settings, pause=0.001, timeout=0.1)
-        began = time.monotonic()
-        for conversation in CONVERSATIONS:  # one at a time: the slowest way to notice
-            assert isinstance(ask_all(speaker, [conversation])[0], SpeakerError)
+        assert all(isinstance(answer, SpeakerError) for answer in ask_all(speaker, CONVERSATIONS))
         with pytest.raises(SystemExit, match="a server that answers no request"):
             stop_if_given_up(speaker)
-        assert 0.6 < time.monotonic() - began < 5
         assert capsys.readouterr().err.count(f"{server.url}: no answer for") == 1
 
 
@@ -291,15 +287,6 @@ def test_the_pause_before_each_further_try_is_twice_as_long(monkeypatch):
         pauses = paused(monkeypatch)
         ask_all(speaker, CONVERSATIONS[:1])
     assert pauses == [speaker.pause * 2**attempt for attempt in range(speaker.retries - 1)]
-
-
-def test_a_server_that_asks_to_wait_is_not_silent(monkeypatch):
-    with busy(100, 429, "30") as server:
-        speaker = ServerSpeaker(server.url, SpeakerSettings(), timeout=5)
-        pauses = paused(monkeypatch)
-        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0], SpeakerError)
-    assert len(pauses) == speaker.retries - 1 and sum(pauses) > 6 * 5
-    assert speaker.given_up is None
 
 
 def test_all_requests_are_in_flight_together_and_the_retries_of_one_hold_up_no_other():
@@ -444,6 +431,13 @@ def test_the_human_knows_what_is_hidden_and_the_agent_its_own_thoughts_and_not_t
             assert all(text.startswith("<think>My plan.") for text in own)
 
 
+@pytest.mark.parametrize("flags, expected", [([], 400), (["--reply_chars", 50], 50)])
+def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(flags, expected, tmp_path):
+    with running(lambda body, seed: "x" * 2000) as server:
+        episode, *_ = collected(tmp_path, server.url, server.url, 1, [*flags, "--max_turns", 2])
+    assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
+
+
 def test_a_run_in_which_everything_fails_says_so(tmp_path):
     with refusing(400) as server:
         with pytest.raises(SystemExit, match="everything failed; expected agent, human"):
@@ -454,12 +448,7 @@ def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(im
     def run(agent, human):
         return collected(tmp_path, agent.url, human, more=("--samples_per_task", 3))
 
-    def answer(body, seed):  # some dialogues end without a human reply
-        request = TASKS[1]["problem_description"]
-        asked = any(message["content"] == request for message in body["messages"])
-        return "I WANT TO ANSWER: x" if asked else "What?"
-
-    with running(answer) as agent, refusing(404) as wrong:
+    with running(lambda body, seed: "What?") as agent, refusing(404) as wrong:
         with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
             run(agent, wrong.url)
         assert all(row["error"] for row in ResumableJsonl.whole_rows(tmp_path / "episodes.jsonl"))

@@ -43,7 +43,7 @@ def assistant(content):
 def play(task, agent):
     """(history, answer) of the dialogue that `agent(task, messages, draw)` plays to its end."""
     speaker = Served(lambda request: agent(task, request.messages, random.Random(request.seed)))
-    rules = collect.Rules("", "", MAX_TURNS, None, seed=0)
+    rules = collect.Rules("", "", MAX_TURNS, reply_chars=400, seed=0)
     found = collect.play(task, 0, speaker, load_speaker("scripted", "human"), LenientJudge(), rules)
     return found["dialogue_history"], found["answer"]
 

@@ -175,7 +175,7 @@ def page_episode(task, words, reward):
 
 def save_critic(folder, tiny_vision, privileged):
     """A checkpoint as train_critic.py writes it, with a head of known size; returns its model."""
-    model = load_model(tiny_vision, auto_class=vision_value_class(tiny_vision))
+    model = load_model(tiny_vision, model_class=vision_value_class(tiny_vision))
     torch.manual_seed(1)
     torch.nn.init.normal_(model.score.weight)
     folder.mkdir()
@@ -254,7 +254,7 @@ def test_no_picture_is_drawn_or_seen_without_privileged_access(tiny_vision, tmp_
 
 
 def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_ones(tiny_vision):
-    model = load_model(tiny_vision, auto_class=vision_value_class(tiny_vision))
+    model = load_model(tiny_vision, model_class=vision_value_class(tiny_vision))
     inputs = picture_inputs(load_processor(tiny_vision), [MESSAGES])  # as if no page was drawn
     assert "pixel_values" not in inputs
     model(**inputs).logits.sum().backward()

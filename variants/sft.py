@@ -48,7 +48,7 @@ def main(args):
     run = Run(args, args.episodes)
     if run.complete:
         return
-    tokenizer = load_tokenizer(args.model, args.max_length)
+    tokenizer = load_tokenizer(args.model)
     episodes, failed = load_episodes(args.episodes)
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]

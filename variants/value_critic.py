@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
+from transformers import AutoModelForTokenClassification
 
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
@@ -36,7 +37,7 @@ from formats.ranking import rank_states
 from formats.read import MOST_REWARD, load_episodes, read_candidates, what_fits
 from runtime.flags import FlagParser
 from runtime.models import (
-    default_device, fp32_head, load_model, load_tokenizer, open_to_train, refuse_untrainable)
+    default_device, fp32_head, load_model, load_tokenizer, open_to_train)
 from runtime.processes import launch
 from runtime.record import read_flags
 from runtime.training import Run
@@ -94,7 +95,7 @@ class Reader:
             seen, opening = messages, self.sight.opening_reader(task, messages)
             opening_ids = opening()["input_ids"][0].tolist()
             first = messages[:request_index(messages) + 1]
-            text_length = len(encode_dialogue(self.tokenizer, first)[0])
+            text_length = len(encode_dialogue(self.tokenizer, first, generation_prompt=True)[0])
         else:
             seen, opening = critic_messages(task, messages, self.privileged), None
             opening_ids, text_length = [], 0
@@ -179,7 +180,6 @@ def train(args):
     if run.complete:
         return
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
-    refuse_untrainable(args.model, args.max_length)
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, failed = load_episodes(args.episodes)
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
@@ -201,7 +201,7 @@ def train(args):
     if reader.sight:
         model = open_to_train(args, run, vision_value_class(args.model))
     else:
-        model = open_to_train(args, run, "AutoModelForTokenClassification", num_labels=1)
+        model = open_to_train(args, run, AutoModelForTokenClassification, num_labels=1)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     # rows with pictures are computed one by one, and all ranks must run equally many forwards
@@ -238,7 +238,7 @@ class ValueCritic:
     def __init__(self, path, device=None, dtype=None):
         flags = read_value_flags(path)
         self.reader = Reader(path, flags["privileged"], flags["max_length"])
-        kind = "AutoModelForTokenClassification"
+        kind = AutoModelForTokenClassification
         if self.reader.sight:
             kind = vision_value_class(path)
         self.model = load_model(path, device or default_device(), kind, dtype).eval()
