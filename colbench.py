@@ -365,20 +365,15 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     """(ids, turn_index, dropped) of a dialogue in at most `max_length` tokens.
 
     A longer one loses its oldest turns, each with the reply to it, never part of a turn; `dropped`
-    is their number. None if the last turn does not fit.
+    is their number. None if the last turn does not fit. What stands before the first turn stays:
+    instructions and request.
     """
-    head = request_index(messages) + 1  # instructions and request always stay
-    roles = [message["role"] for message in messages]
-    # Where the kept part may start after the head: at once, or at any later turn; with a generation
-    # prompt, even after the last turn
-    starts = [head]
-    starts += [index for index in range(head + 1, len(messages)) if roles[index] == "assistant"]
+    starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if generation_prompt:
-        starts.append(len(messages))
-    for start in starts:
-        dropped = roles[head:start].count("assistant")
-        ids, turn_index = encode_dialogue(tokenizer, messages[:head] + messages[start:],
-                                          finished[dropped:], generation_prompt)
+        starts.append(len(messages))  # of the turn that is still to be said
+    for dropped, start in enumerate(starts):
+        kept = messages[:starts[0]] + messages[start:]
+        ids, turn_index = encode_dialogue(tokenizer, kept, finished[dropped:], generation_prompt)
         if len(ids) <= max_length:
             return ids, turn_index, dropped
     return None

@@ -151,23 +151,25 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
     if limits is not None:
         limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
     gap_bounds = bounds(drawn_means(drawn_gaps * task_draws, task_draws), count, limits)
-    points, drawn_points = win_points(gaps), win_points(drawn_gaps)
+    # sums that differ only in the order of addition are a tie
+    tolerance = 1e-12 * max(abs(ours).max(), abs(theirs).max())
+    points, drawn_points = win_points(gaps, tolerance), win_points(drawn_gaps, tolerance)
     rate_bounds = bounds(drawn_means(drawn_points * task_draws, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())
     p = sign_test(wins, losses)
-    # A bootstrap over few tasks is too narrow, so the sign test must agree
+    # A bootstrap over few tasks is too narrow, so the sign test must agree, also in its direction:
+    # a few large gains may outweigh many small losses in the mean
     low, high = gap_bounds["low"], gap_bounds["high"]
     excludes_zero = low is not None and (low > 0 or high < 0)
     return {"difference": {"value": float(gaps.mean())} | gap_bounds,
             "win_rate": {"value": float(points.mean())} | rate_bounds,
             "tasks": count, "wins": wins, "losses": losses, "sign_test_p": p,
-            "settled": excludes_zero and p < 0.05}
+            "settled": excludes_zero and p < 0.05 and (low > 0) == (wins > losses)}
 
 
-def win_points(gaps):
+def win_points(gaps, tolerance):
     """1 for each task where ours is ahead, 0 where it is behind, one half for a tie."""
-    # rounded, so that sums which differ only in the order of addition are a tie
-    return (numpy.sign(numpy.round(gaps, 12)) + 1) / 2
+    return numpy.where(abs(gaps) <= tolerance, 0.5, gaps > 0)
 
 
 def sign_test(wins, losses):

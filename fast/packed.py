@@ -41,7 +41,7 @@ def turn_logprobs(model, rows):
         for segment, row in enumerate(pack, 1):
             column = len(pack_ids)  # of the row's first token after the prompt
             for index, turn in enumerate(row.turn_index):
-                if turn >= 0:
+                if turn >= 0 and index > 0:  # nothing predicts the first token
                     # the column of the token before this one, whose logits predict it
                     source = prompt - 1 if index == prompt else column + index - prompt - 1
                     scored.append((len(ids), source, row.ids[index], number[row], turn))

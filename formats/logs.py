@@ -204,6 +204,8 @@ def number_samples(episodes):
 def text_of(message):
     """What a message says, its tool calls included; None if it is no text."""
     content, calls = message.get("content"), message.get("tool_calls") or []
+    if message.get("function_call"):  # the older format, whose results have the role "function"
+        calls = [*calls, {"function": message["function_call"]}]
     parts = content if isinstance(content, list) else [{"text": content}]  # the format allows both
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if calls and not content:

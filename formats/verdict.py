@@ -28,7 +28,8 @@ def who_won(results):
         sentences.append(f"No task was finished by both {best} and {' or '.join(apart)}, so these"
                          " are not compared.")
     if not all(map(is_ahead, results["leads"])):
-        sentences.append("Settled: the interval excludes 0, and the sign test's p is below 0.05.")
+        sentences.append("Settled: the interval excludes 0, and the sign test agrees, with p below"
+                         " 0.05.")
     return sentences
 
 
@@ -100,6 +101,9 @@ def is_ahead(lead):
 def cautions(results):
     """Sentences on what makes the numbers mean less than they seem to."""
     sentences = []
+    if results["leads"] and min(policy["seeds"] for policy in results["policies"].values()) < 3:
+        sentences.append("With fewer than three seeds of a policy, the intervals hardly cover how"
+                         " much another training run would differ.")
     if results["unsolvable"]:
         sentences.append(f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by"
                          " their own solution; these count as not solved.")

@@ -88,12 +88,13 @@ def leaves_out(tokenizer, role):
     """Whether the chat template does not know this role, and silently writes nothing of it."""
     import jinja2
 
-    if role in str(tokenizer.chat_template):  # it knows the role, and what to omit (toy/base's)
-        return False
-    request, other = {"role": "user", "content": "x"}, {"role": role, "content": "y"}
-    messages = [other, request] if role == "system" else [request, other]
+    if role == "system" and role in str(tokenizer.chat_template):
+        return False  # it knows the role, and what to omit of it (toy/base's)
+    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    other = {"role": role, "content": "z"}
+    messages = [other, *dialogue] if role == "system" else [*dialogue, other]
     try:
-        return applied(tokenizer, messages) == applied(tokenizer, [request])
+        return applied(tokenizer, messages) == applied(tokenizer, dialogue)
     except jinja2.TemplateError:
         return False
 

@@ -162,6 +162,18 @@ def test_truncation_drops_whole_oldest_turns_and_never_part_of_a_scored_one():
     assert encode([True] * 3, 10) is None
 
 
+def test_truncation_drops_nothing_that_the_agent_read_before_its_first_turn():
+    tokenizer = byte_tokenizer()
+    letter = {"role": "user", "content": "a letter"}
+    messages = [letter, *dialogue("sum it up", "first", "and?", "second")]
+    ids, _, dropped = encode_within(tokenizer, messages, 10_000)
+    assert dropped == 0
+    shorter, _, dropped = encode_within(tokenizer, messages, len(ids) - 1)
+    text = tokenizer.decode(shorter)
+    assert dropped == 1 and "a letter" in text and "sum it up" in text and "first" not in text
+    assert encode_within(tokenizer, messages, len(shorter) - 1) is None
+
+
 @pytest.mark.parametrize("texts", [("t", ""), ("t", "a question", "r", "")])
 def test_a_turn_that_is_empty_because_it_was_cut_has_no_effect(texts):
     tokenizer, played = byte_tokenizer(), episode("a", 0.0, texts=texts)

@@ -281,7 +281,8 @@ def test_what_a_template_would_leave_out_opens_the_request_or_is_refused():
     tokenizer = byte_tokenizer(NO_OTHER_ROLES)
     told = [{"role": "system", "content": "Be brief."}, *dialogue("t", "a", "b")]
     assert render(tokenizer, told) == render(tokenizer, dialogue("Be brief.\n\nt", "a", "b"))
-    for role in ("tool", "system"):
+    tokenizer = byte_tokenizer("{# of tools and functions #}" + NO_OTHER_ROLES)
+    for role in ("tool", "function", "system"):
         with pytest.raises(SystemExit, match=f"leaves out what messages of the role '{role}' say"):
             render(tokenizer, [*dialogue("t"), {"role": role, "content": "It rains."}])
         assert "It rains." in render(byte_tokenizer(PLAIN), [

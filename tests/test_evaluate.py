@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 
 import conftest
 import numpy
@@ -113,7 +114,14 @@ def test_tasks_that_all_agree_have_wilsons_interval(value, count, low, high):
 
 def test_equal_sums_that_were_added_in_another_order_are_a_tie():
     gaps = numpy.array([0.1 + 0.2 - 0.3, 0.3 - 0.2 - 0.1, 1e-6, -1e-6])
-    assert evaluate.win_points(gaps).tolist() == [0.5, 0.5, 1.0, 0.0]
+    assert evaluate.win_points(gaps, 1e-12).tolist() == [0.5, 0.5, 1.0, 0.0]
+    draw = random.Random(0)  # rewards of logs may be large
+    samples = [[draw.uniform(1e3, 9e4) for _ in range(3)] for _ in range(100)]
+    ours = numpy.array([[sum(values) / 3 for values in samples]])
+    theirs = numpy.array([[sum(values[::-1]) / 3 for values in samples]])
+    once, tasks = numpy.ones((1, 1)), numpy.ones((1, 100))
+    found = evaluate.compare(ours, theirs, once, once, tasks, limits=None)
+    assert (ours != theirs).any() and found["wins"] == found["losses"] == 0
 
 
 @pytest.mark.parametrize("wins, losses, p", [
@@ -344,6 +352,18 @@ def test_best_policy_is_compared_with_each_other_the_next_best_first(tmp_path, c
     assert first.startswith("The winner is not settled: best solves 95.0 % [")
     assert "middle solves 90.0 % [" in first and "the difference is 5.0 points [" in first
     assert second.startswith("best leads low by 90.0 points [") and "not settled" not in second
+
+
+def test_few_large_gains_settle_nothing_against_many_small_losses(tmp_path, capsys):
+    """Means favour `new`, which is better on 40 tasks and worse on 70."""
+    def policy(solved):  # of three samples
+        return [episode(task, reward=float(sample < solved(task)), sample=sample)
+                for task in range(110) for sample in range(3)]
+
+    lead, = evaluated(tmp_path, base=policy(lambda task: 0 if task < 40 else 3),
+                      new=policy(lambda task: 3 if task < 40 else 2))["leads"]
+    assert lead["difference"]["low"] > 0 and lead["sign_test_p"] < 0.05 and not lead["settled"]
+    assert capsys.readouterr().out.startswith("The winner is not settled: new solves 78.8 % [")
 
 
 def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):

@@ -294,6 +294,16 @@ def test_a_tool_call_is_a_turn_written_as_the_templates_of_qwen_write_it(tmp_pat
     assert silent["turns"] == 2 and silent["dialogue_history"][2]["role"] == "tool"
 
 
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_a_call_in_the_older_format_is_a_turn_too(tmp_path, content):
+    messages = [*dialogue("lost", content), {"role": "function", "content": "late"}]
+    messages[1]["function_call"] = {"name": "find", "arguments": '{"order": 12}'}
+    (episode,), _ = imported(tmp_path, log_line(messages=messages))
+    call = '<tool_call>\n{"name": "find", "arguments": {"order": 12}}\n</tool_call>'
+    said = episode["dialogue_history"][1]["content"]
+    assert said == (f"{content}\n{call}" if content else call)
+
+
 @pytest.mark.parametrize("arguments, written", [("", "{}"), ("{'a': 1}", '"{\'a\': 1}"')])
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
     call = {"function": {"name": "find", "arguments": arguments}}
