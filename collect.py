@@ -173,23 +173,21 @@ def episode_key(episode):
     return episode["task"]["task_id"], episode["sample"]
 
 
-def collect_episodes(args, process, open_agent=open_agent, notes=None, models=()):
-    """Play what `args.output` lacks; returns all episodes, on the leader.
-
-    variants/best_of_n.py gives another `open_agent`, the checkpoints that it loads (`models`), and
-    `notes`, fields of every episode.
-    """
-    # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_store records them
+def collect_episodes(args, process):
+    """Play what `args.output` lacks; returns all episodes, on the leader."""
+    # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_rows records them
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns,
                   args.reply_chars or domain.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
-    store = open_store(args, process, episode_key, inputs, models)
+    # what an earlier run of this command has finished; another command's output is refused
+    store = open_rows(args.output, vars(args), inputs, process, episode_key,
+                      models=(args.agent, args.human), may_differ=["batch_size"])
     if store.missing(jobs):
         with open_judge(args, domain) as judge:
             played_by = {"agent": args.agent, "human": args.human_model or args.human,
-                         "judge": judge.flags} | (notes or {})
+                         "judge": judge.flags}
             human, agent = open_human(args, process, domain), open_agent(args, process)
 
             def work(key):
@@ -205,7 +203,8 @@ def collect_states(args, process):
     episodes, _ = load_episodes(args.states)
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
     jobs = {state_key(state): state for state in states}
-    store = open_store(args, process, state_key, args.states)
+    store = open_rows(args.output, vars(args), args.states, process, state_key,
+                      models=(args.agent,), may_differ=["batch_size"])
     if store.missing(jobs):
         agent = open_agent(args, process)
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
@@ -215,12 +214,6 @@ def collect_states(args, process):
 
         fill(store, jobs, work, (agent,), in_flight=at_once)
     return store.finish(jobs)
-
-
-def open_store(args, process, key_of, inputs, models=()):
-    """The output as a ResumableJsonl, without failed rows; another command's file is refused."""
-    return open_rows(args.output, vars(args), inputs, process, key_of,
-                     models=(args.agent, args.human, *models), may_differ=["batch_size"])
 
 
 def main(args):

@@ -34,16 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from collect import collect_episodes, collect_parser
+from collect import Rules, collect_parser, episode_key, play
 from runtime.names import GRADER, check_spec, is_server
 from runtime.processes import join_processes, launch
-from runtime.record import read_flags
+from runtime.record import open_rows, read_flags
 from runtime.text import harmless
 from speakers import load_speaker
-from speakers.fill import print_summary
+from speakers.fill import fill, print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
-from speakers.roles import open_agent, refuse_unused
+from speakers.roles import (
+    open_agent, open_human, open_judge, read_tasks_and_prompts, refuse_unused)
 from variants.value_critic import CRITIC_FLAGS, open_critic
 
 
@@ -140,15 +141,34 @@ def main(args):
     else:
         read_flags(args.critic, CRITIC_FLAGS)
     process = join_processes()
-    notes = {"best_of_n": args.n, "scorer": args.critic}
-    scorer = args.critic.removeprefix(GRADER)
-    episodes = collect_episodes(args, process, open_best_of_n, notes, [scorer])
+    episodes = collect_episodes(args, process)
     if process.leads:
         print_summary(episodes, args)
 
 
-def open_best_of_n(args, process):
-    return BestOfN(open_agent(args, process), open_choice(args, process), args.n)
+def collect_episodes(args, process):
+    """As in collect.py, with best of N between agent and dialogue."""
+    tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
+    rules = Rules(agent_prompt, human_prompt, args.max_turns,
+                  args.reply_chars or domain.reply_chars, args.seed)
+    jobs = {(task["task_id"], sample): task
+            for sample in range(args.samples_per_task) for task in tasks}
+    scorer = args.critic.removeprefix(GRADER)
+    store = open_rows(args.output, vars(args), inputs, process, episode_key,
+                      models=(args.agent, args.human, scorer), may_differ=["batch_size"])
+    if store.missing(jobs):
+        with open_judge(args, domain) as judge:
+            played_by = {"agent": args.agent, "human": args.human_model or args.human,
+                         "judge": judge.flags, "best_of_n": args.n, "scorer": args.critic}
+            human = open_human(args, process, domain)
+            agent = BestOfN(open_agent(args, process), open_choice(args, process), args.n)
+
+            def work(key):
+                _, sample = key
+                return play(jobs[key], sample, agent, human, judge, rules) | played_by
+
+            fill(store, jobs, work, (agent, human, judge), in_flight=args.batch_size)
+    return store.finish(jobs)
 
 
 def open_choice(args, process):
