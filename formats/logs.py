@@ -31,6 +31,7 @@ SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assista
             ' "..."}], "reward": 1.0}')
 SHOWN = 20  # most faulty lines that a message lists
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+READ = {"role", "content", "refusal", "tool_calls", "function_call"}  # keys of a message
 # keys of a line that may be missing -> their type
 OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str, "human": str}
 
@@ -81,9 +82,9 @@ def print_imported(output, episodes, graded):
         print(f"Tasks whose dialogues differ in ground_truth: {differ} of {len(by_task)}. A critic"
               " can then read the outcome from it, and learn nothing of the turns; give all"
               " dialogues of a task the same text.")
-    distinct = {(episode["task"]["task_id"], episode["reward"],
-                 *(message["content"] for message in episode["dialogue_history"]))
-                for episode in episodes}
+    distinct = {(episode["task"]["task_id"], episode["reward"], episode["agent_prompt"],
+                 *((message["role"], message["content"])
+                   for message in episode["dialogue_history"])) for episode in episodes}
     repeated = len(episodes) - len(distinct)
     if repeated:
         print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
@@ -159,6 +160,9 @@ def log_episodes(rows, prompt):
     ignored = set().union(*(row for _, row in rows)) - {"messages", "reward", *OPTIONS}
     if ignored:
         print(f"Keys that are ignored: {harmless(', '.join(sorted(ignored)))}")
+    ignored = set().union(*(message for _, row in rows for message in row["messages"])) - READ
+    if ignored:
+        print(f"Keys of messages that are ignored: {harmless(', '.join(sorted(ignored)))}")
     roles = Counter(message["role"] for _, row in rows for message in row["messages"])
     others = sorted(roles.keys() - KNOWN_ROLES)
     if others:
@@ -203,9 +207,12 @@ def number_samples(episodes):
 
 def text_of(message):
     """What a message says, its tool calls included; None if it is no text."""
-    content, calls = message.get("content"), message.get("tool_calls") or []
+    content = message.get("content")
+    if not content and message.get("refusal"):
+        content = message["refusal"]  # the API has it in a key of its own
+    calls = message.get("tool_calls") or []
     if message.get("function_call"):  # the older format, whose results have the role "function"
-        calls = [*calls, {"function": message["function_call"]}]
+        calls = [{"function": message["function_call"]}]
     parts = content if isinstance(content, list) else [{"text": content}]  # the format allows both
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if calls and not content:
@@ -215,7 +222,9 @@ def text_of(message):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if isinstance(arguments, str):
                 with contextlib.suppress(ValueError):  # a model's invalid JSON stays a text
-                    arguments = json.loads(arguments or "{}")
+                    parsed = json.loads(arguments or "{}")
+                    json.dumps(parsed, ensure_ascii=False).encode()  # so does half a surrogate pair
+                    arguments = parsed
             called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
             texts.append(f"<tool_call>\n{called}\n</tool_call>")
     except (LookupError, TypeError):
@@ -245,7 +254,8 @@ def faults_of(row):
             faults.append(f"messages[{index}] without a role{keys}")
         elif text_of(message) is None:
             faults.append(f"messages[{index}] of role {harmless(message['role'])} whose content is"
-                          " no text, or whose tool_calls lack a function with name and arguments")
+                          " no text (what other parts show has to be written as text), or whose"
+                          " tool_calls lack a function with name and arguments")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
     if "assistant" not in roles:
         listed = harmless(", ".join(sorted({str(role) for role in roles})))

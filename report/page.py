@@ -196,6 +196,9 @@ def episode_record(name, seed_index, episode):
         "outcome": ending(episode), "error": episode["error"], "turns": episode["turns"],
         "reward": episode["reward"], "reasons": episode["reasons"], "leak": episode["leak"],
         "leaking": episode["leak"] >= LEAK, "answer": episode["answer"],
+        # in a log, the dialogues of a task may differ in these two
+        "request": episode["task"]["problem_description"],
+        "solution": episode["task"]["ground_truth"],
         "dialogue": dialogue, "advantages": advantages,
         "credits": episode.get("credits") or [], "heldOut": bool(episode.get("held_out")),
     }
@@ -214,7 +217,6 @@ def task_records(policies):
                 task_id = episode["task"]["task_id"]
                 task = tasks.setdefault(task_id, {
                     "id": task_id, "request": episode["task"]["problem_description"],
-                    "solution": episode["task"]["ground_truth"],
                     "tests": episode["task"].get("test_cases") or {}, "picture": None,
                     "episodes": [],
                 })

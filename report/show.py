@@ -10,13 +10,16 @@ from runtime.text import counted, harmless
 
 
 def show_command(args):
-    """Print the dialogues of a file task by task, or of one task; its solution comes first."""
+    """Print the dialogues of a file task by task, or of one task; the solution comes first."""
     sys.stdout.reconfigure(errors="backslashreplace")
     groups = group_by_task(read_episodes(args.episodes))
     for task_id in chosen_tasks(groups, args):
         print_part("task", task_id)
-        print_part("solution", groups[task_id][0]["task"]["ground_truth"])
+        solution = None
         for episode in groups[task_id]:
+            if episode["task"]["ground_truth"] != solution:  # a log may have several for a task
+                solution = episode["task"]["ground_truth"]
+                print_part("solution", solution)
             print_episode(episode)
         print()
 

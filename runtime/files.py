@@ -14,7 +14,7 @@ def read_jsonl(path):
         raise SystemExit(f"{path}: found a directory, expected a JSONL file; give one in it")
     if not Path(path).is_file():
         raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
-    grows = re.search(r"(\.rank\d+|metrics\.jsonl)$", str(path))
+    grows = re.search(r"(\.rank\d+|(^|/)metrics\.jsonl)$", str(path))
     with open(path, "rb") as file:
         for line_number, line in enumerate(file, 1):
             if not line.strip():

@@ -47,9 +47,10 @@ def render(tokenizer, messages, add_generation_prompt=True):
     import jinja2
 
     opens_with_system = messages[0]["role"] == "system" and len(messages) > 1
-    if opens_with_system and leaves_out(tokenizer, "system"):
+    if opens_with_system and leaves_out(tokenizer, "system", opens=True):
         return render(tokenizer, without_system(messages), add_generation_prompt)
-    for role in {message["role"] for message in messages if message["content"]}:
+    others = messages[1:] if opens_with_system else messages
+    for role in {message["role"] for message in others if message["content"]}:
         if leaves_out(tokenizer, role):
             raise SystemExit(
                 f"{tokenizer.name_or_path}: found a chat template that leaves out what messages of"
@@ -84,15 +85,18 @@ def applied(tokenizer, messages, add_generation_prompt=True):
 
 
 @functools.lru_cache(maxsize=64)
-def leaves_out(tokenizer, role):
-    """Whether the chat template does not know this role, and silently writes nothing of it."""
+def leaves_out(tokenizer, role, opens=False):
+    """Whether the chat template silently writes nothing of this role's messages.
+
+    Some templates write a system message only if it opens the dialogue.
+    """
     import jinja2
 
-    if role == "system" and role in str(tokenizer.chat_template):
+    if opens and role in str(tokenizer.chat_template):
         return False  # it knows the role, and what to omit of it (toy/base's)
     dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     other = {"role": role, "content": "z"}
-    messages = [other, *dialogue] if role == "system" else [*dialogue, other]
+    messages = [other, *dialogue] if opens else [*dialogue, other]
     try:
         return applied(tokenizer, messages) == applied(tokenizer, dialogue)
     except jinja2.TemplateError:

@@ -287,6 +287,12 @@ def test_what_a_template_would_leave_out_opens_the_request_or_is_refused():
             render(tokenizer, [*dialogue("t"), {"role": role, "content": "It rains."}])
         assert "It rains." in render(byte_tokenizer(PLAIN), [
             *dialogue("t"), {"role": role, "content": "It rains."}])
+    writes_the_first = byte_tokenizer(  # as SmolLM3's
+        "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% endif %}"
+        + NO_OTHER_ROLES)
+    assert "Be brief." in render(writes_the_first, told)
+    with pytest.raises(SystemExit, match="leaves out what messages of the role 'system' say"):
+        render(writes_the_first, [*told, {"role": "system", "content": "It rains."}])
 
 
 def test_the_example_in_the_docstring_holds():

@@ -12,6 +12,7 @@ from conftest import (
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_candidates, read_episodes, read_tasks
+from report.page import task_records
 from report.training import held_out_tasks
 
 PAGE = (ROOT / "docs/logs.md").read_text()
@@ -304,7 +305,27 @@ def test_a_call_in_the_older_format_is_a_turn_too(tmp_path, content):
     assert said == (f"{content}\n{call}" if content else call)
 
 
-@pytest.mark.parametrize("arguments, written", [("", "{}"), ("{'a': 1}", '"{\'a\': 1}"')])
+def test_a_refusal_is_what_the_agent_said_and_keys_that_nothing_reads_are_told(tmp_path):
+    messages = dialogue("the code?", None)
+    messages[1] |= {"refusal": "I cannot tell.", "weight": 0}
+    (episode,), said = imported(tmp_path, log_line(messages=messages))
+    assert episode["dialogue_history"][1]["content"] == "I cannot tell."
+    assert "Keys of messages that are ignored: weight" in said
+
+
+def test_each_dialogue_is_shown_with_its_own_request_and_ground_truth(tmp_path):
+    episodes, _ = imported(tmp_path, *(
+        log_line(task="t", messages=dialogue(request, "a"), ground_truth=truth)
+        for request, truth in (("refund", "it was due"), ("parcel", "it was lost"))))
+    (task,), _ = task_records({"log": [episodes]})
+    assert [(record["request"], record["solution"]) for record in task["episodes"]] == [
+        ("refund", "it was due"), ("parcel", "it was lost")]
+    shown = run_script("colbench.py", "show", tmp_path / "log.episodes").stdout
+    assert shown.index("it was due") < shown.index("refund") < shown.index("it was lost")
+
+
+@pytest.mark.parametrize("arguments, written", [
+    ("", "{}"), ("{'a': 1}", '"{\'a\': 1}"'), (r'{"a": "\ud83d"}', json.dumps(r'{"a": "\ud83d"}'))])
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
     call = {"function": {"name": "find", "arguments": arguments}}
     messages = dialogue("lost", None)
