@@ -72,7 +72,7 @@ def local_images(messages, unwanted=""):
     for message in messages:
         content = message["content"]
         if isinstance(content, str):
-            content = re.sub(unwanted, "", content)
+            content = without(content, unwanted)
         else:
             content = [local_part(part, unwanted) for part in content]
         converted.append({**message, "content": content})
@@ -84,7 +84,14 @@ def local_part(part, unwanted):
     if part["type"] == "image_url":
         data = part["image_url"]["url"].split(",", 1)[1]
         return {"type": "image", "image": open_picture(base64.b64decode(data))}
-    return {**part, "text": re.sub(unwanted, "", part["text"])}
+    return {**part, "text": without(part["text"], unwanted)}
+
+
+def without(text, unwanted):
+    """The text without matches of the pattern, nor those that a removal puts together."""
+    while (shorter := re.sub(unwanted, "", text)) != text:
+        text = shorter
+    return text
 
 
 def pictures_in(messages):

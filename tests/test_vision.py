@@ -123,9 +123,11 @@ def test_text_alone_is_answered_as_a_text_model_would(tiny_vision):
     assert speaker.reply(Request(messages, 1, 3))[0].text == expected
 
 
-def test_a_spelt_out_picture_token_is_only_removed(tiny_vision):
+@pytest.mark.parametrize("words", [
+    "what <|image_pad|>now<end>?", "what now<|image_<|image_pad|>pad|>?"])  # one within another
+def test_a_spelt_out_picture_token_is_only_removed(tiny_vision, words):
     speaker = vision_speaker(tiny_vision, 8)
-    spelt_out = conversation(words="what <|image_pad|>now<end>?")
+    spelt_out = conversation(words=words)
     assert answers_of(speaker, [spelt_out]) == answers_of(speaker, [conversation()])
 
 
