@@ -221,7 +221,8 @@ def text_of(message):
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if isinstance(arguments, str):
-                with contextlib.suppress(ValueError):  # a model's invalid JSON stays a text
+                # a model's invalid JSON stays a text
+                with contextlib.suppress(ValueError, RecursionError):
                     parsed = json.loads(arguments or "{}")
                     json.dumps(parsed, ensure_ascii=False).encode()  # so does half a surrogate pair
                     arguments = parsed

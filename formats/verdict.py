@@ -51,16 +51,19 @@ def further_leads(leads, results):
     """Sentences on the best policy and the others that it is compared with."""
     best = results["ranking"][0]
     factor, digits = scale(results["metric"], results)
-    clauses, level = [], []
+    sentences, clauses, level = [], [], []
     for lead in leads:
         other = lead["against"]
         if abs(factor * lead["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
             level.append(other)
+        elif lead["difference"]["value"] < 0:  # errors kept the best from harder tasks
+            sentences.append(f"On the tasks that {best} and {other} both finished"
+                             f" ({lead['tasks']}), the difference is"
+                             f" {in_points(lead['difference'], results)}.")
         else:
             clauses.append(f"{other} by {in_points(lead['difference'], results)}")
             if not lead["settled"]:
                 clauses[-1] += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
-    sentences = []
     if clauses:
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
     if level:

@@ -46,7 +46,7 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     if resumes:
         before = read_run(path)
         changed, grown = changes_since(before, flags, hashes, may_differ)
-        refuse_other_command(path, before, flags, changed, flag)
+        refuse_other_command(path, before, changed, flag)
         refuse_other_code(path, before, flag)
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
@@ -70,7 +70,7 @@ def refuse_foreign_directory(path):
                          " write, expected a new directory; choose another --output")
 
 
-def refuse_other_command(path, before, flags, changed, flag):
+def refuse_other_command(path, before, changed, flag):
     """Refuse an output whose record `before` differs from this command in what has `changed`.
 
     Another script is another command even with the same flags: it may be an edited copy.

@@ -55,9 +55,9 @@ class Run:
         self.complete = is_complete(self.output, args.max_steps, self.process)
         if not self.complete:
             refuse_untrainable(args.model, args.max_length)
-        if not self.complete and args.batch_size < self.world:
-            self.say(f"--batch_size {args.batch_size} is less than the {self.world} processes, so"
-                     " in every step some of them only repeat the work of another")
+            if args.batch_size < self.world:
+                self.say(f"--batch_size {args.batch_size} is less than the {self.world} processes,"
+                         " so in every step some of them only repeat the work of another")
         self.totals = {}  # name -> weighted sum over what this rank has added since the last log
         self.saved = time.monotonic()  # when the last state was saved
         self.began = time.perf_counter()  # when this step began

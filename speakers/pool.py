@@ -36,7 +36,7 @@ class Pool:
     """What the threads of one `run` share. A job is the Future of its outcome."""
 
     def __init__(self, on_answer):
-        self.on_answer = on_answer  # called after each call that a job has waited for
+        self.on_answer = on_answer  # called when a job has the answer that it has waited for
         self.changed = threading.Condition()  # guards all that follows
         self.awake = set()  # jobs that compute, and may still ask a model
         self.asking = {}  # job -> (compute, request, Future of the answer)

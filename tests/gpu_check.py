@@ -27,7 +27,7 @@ os.environ["TEST_GPU"] = "1"  # otherwise conftest hides all GPUs
 
 import benchmark as parts
 import torch
-from conftest import metrics, run_script
+from conftest import ROOT, metrics, run_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import train_critic
@@ -346,8 +346,8 @@ def parse_args(argv=None):
 def main(args):
     tokenizer = parts.word_tokenizer(WORDS)
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(train_critic.parse_args(["--episodes", "e", "--model", "m", "--output",
-                                           f"{folder}/run"]), [], [])
+        flags = ["--episodes", "e", "--model", f"{ROOT}/toy/base", "--output", f"{folder}/run"]
+        run = Run(train_critic.parse_args(flags), [])
         name, peak = "CPU (dry: no figure here is a GPU's)", 0
         if run.device != "cpu":
             name = torch.cuda.get_device_name()

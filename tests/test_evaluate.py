@@ -376,10 +376,13 @@ def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):
 def test_a_policy_that_is_behind_on_the_tasks_that_both_finished_never_wins(tmp_path, capsys):
     errors = [failed(task, "gone") for task in range(50, 150)]
     lucky = outcomes(30, 50) + errors
-    [lead] = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150))["leads"]
+    lead, _ = evaluated(tmp_path, lucky=lucky, other=outcomes(50, 150), third=[
+        *outcomes(45, 50), *outcomes(0, 150)[50:]])["leads"]
     assert (lead["policy"], lead["tasks"], lead["settled"]) == ("lucky", 50, True)
     assert lead["difference"]["value"] == pytest.approx(-0.4)
-    first, *_ = capsys.readouterr().out.splitlines()
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert second.startswith("On the tasks that lucky and third both finished (50), the difference"
+                             " is -30.0 points [")
     assert first.startswith("The winner is not settled: lucky solves 60.0 % [")
     assert "the difference is -40.0 points [" in first and "that both finished (50)" in first
 

@@ -232,11 +232,15 @@ def test_positions_that_change_with_a_batch_s_length_are_refused_beyond_that_len
         refuse_untrainable(str(tmp_path), limit + 1)
 
 
-def test_a_quantised_model_is_refused_before_its_weights_are_read(tmp_path):
+@pytest.mark.parametrize("trainer, data", [
+    (train_critic, "--episodes"), (train_policy, "--candidates")])
+def test_a_trainer_refuses_a_quantised_model_before_it_reads_its_data(trainer, data, tmp_path):
     config = {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = write_rows(tmp_path / "rows.jsonl", [{}])
     with pytest.raises(SystemExit, match="found a quantised model .awq., expected floating-point"):
-        refuse_untrainable(str(tmp_path), 100)
+        trainer.main(trainer.parse_args([
+            data, str(rows), "--model", str(tmp_path), "--output", str(tmp_path / "o")]))
 
 
 # -----------------------------------------------------------------------------

@@ -444,7 +444,8 @@ def test_a_run_in_which_everything_fails_says_so(tmp_path):
             collected(tmp_path, server.url, "scripted")
 
 
-def test_a_human_at_a_wrong_path_ends_the_run_and_blocks_no_corrected_command(impatient, tmp_path):
+def test_a_human_at_a_wrong_path_ends_the_run_which_without_output_blocks_no_corrected_command(
+        impatient, tmp_path):
     def run(agent, human):
         return collected(tmp_path, agent.url, human, more=("--samples_per_task", 3))
 
