@@ -28,6 +28,8 @@ formats/read.py reads files and checks every line.
 """
 
 import base64
+import bisect
+import functools
 import re
 import typing
 
@@ -371,12 +373,21 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if generation_prompt:
         starts.append(len(messages))  # of the turn that is still to be said
-    for dropped, start in enumerate(starts):
-        kept = messages[:starts[0]] + messages[start:]
-        ids, turn_index = encode_dialogue(tokenizer, kept, finished[dropped:], generation_prompt)
-        if len(ids) <= max_length:
-            return ids, turn_index, dropped
-    return None
+
+    @functools.cache
+    def without_oldest(dropped):
+        kept = messages[:starts[0]] + messages[starts[dropped]:]
+        return encode_dialogue(tokenizer, kept, finished[dropped:], generation_prompt)
+
+    def fits(dropped):
+        return len(without_oldest(dropped)[0]) <= max_length
+
+    dropped = 0
+    if not fits(0):  # the least number of turns, by bisection: logs may have hundreds
+        dropped = bisect.bisect_left(range(len(starts)), True, key=fits)
+    if dropped == len(starts):
+        return None
+    return *without_oldest(dropped), dropped
 
 
 def encode_candidates(tokenizer, messages, texts, finished, max_length):

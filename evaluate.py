@@ -240,7 +240,7 @@ def score(policies, draws=2000):
 
 
 def main(args):
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    alone = (os.environ.get("WORLD_SIZE") or "1") == "1"
     if not alone and os.environ.get("RANK", "0") != "0":  # the first process of torchrun evaluates
         return
     results = score(read_policies(args.policies))

@@ -226,9 +226,14 @@ class DevTools:
     def _wait_until_ready(self, file, event):
         poll = select.poll()  # unlike select.select, it takes descriptors from 1024 on
         poll.register(file, event)
-        left = self.deadline - time.monotonic()
-        if left > 0 and poll.poll(1000 * left):
-            return
+        while (left := self.deadline - time.monotonic()) > 0:
+            looked, patience = time.monotonic(), min(left, 1)
+            ready = poll.poll(1000 * patience)
+            stopped = time.monotonic() - looked - patience
+            if stopped > 1:  # this process had been stopped (Ctrl-Z, docker pause): no slow page
+                self.deadline += stopped
+            if ready:
+                return
         raise PageError(f"the page took more than {self.seconds:g} seconds")
 
 

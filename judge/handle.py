@@ -27,6 +27,7 @@ MAX_THREADS = 200  # of a child; more could take all that the machine has
 CONTROL_SECONDS = 60  # how long a worker may take to start, to fork and to tidy up
 WALL_PER_CPU = 4  # time in the kernel, and time asleep, are limited to so many times `seconds`
 POLL = struct.pack("ll", 0, 50_000)  # seconds, microseconds: how often a silent child is looked at
+SUSPENDED = 1  # seconds between two looks, beyond which this process itself had been stopped
 USER_CLOCK, CPU_CLOCK = 1, 2  # CPUCLOCK_VIRT: in its own code; CPUCLOCK_SCHED: with the kernel's
 # What a worker's interpreter runs. It makes the package `judge` by hand, so that the folder of the
 # project is never on sys.path: answers inherit that.
@@ -162,7 +163,7 @@ class Worker:
         """Send the job, then read outcomes until the last one, an early end or a timeout."""
         outcomes = []
         rest = b""
-        started = process_clocks(child)
+        started, looked = process_clocks(child), time.monotonic()
         with contextlib.suppress(ConnectionError):  # an early end shows when we read
             channel.sendall(job)
             channel.shutdown(socket.SHUT_WR)
@@ -178,6 +179,12 @@ class Worker:
                 data = b""  # nothing arrived
             except ConnectionError:
                 return outcomes, "crashed"
+            # a job that was suspended (SIGSTOP, docker pause, scontrol) is no answer that sleeps
+            stopped = time.monotonic() - looked - SUSPENDED
+            if stopped > 0:
+                user, total, wall = started
+                started = user, total, wall + stopped
+            looked = time.monotonic()
             *lines, rest = (rest + data).split(b"\n")
             for line in lines[:count - len(outcomes)]:  # an answer could write more
                 if not OUTCOME.fullmatch(line):

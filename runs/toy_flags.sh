@@ -68,7 +68,8 @@ fi
 POLICY+=(--shuffle groups --micro_batch_size 64 --beta 0.3 --nll 3)
 RFT+=(--successes --micro_batch_size 16)
 PACKED=${PACKED---packed} # PACKED= runs the trainers' own turn_logprobs, such as that of a fork
-BOTH=(python -m torch.distributed.run --standalone --nproc_per_node 2) # cores
+# Both cores. --local_addr: with --standalone alone, torchrun waits for this machine's own name
+BOTH=(python -m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2)
 
 collect() { # MODEL SEED EPISODES
   "${BOTH[@]}" collect.py --tasks "toy:$DOMAIN:train${WORLD:+:$WORLD}" --num_tasks "$TASKS" \

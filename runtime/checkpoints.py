@@ -39,6 +39,8 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
             tokenizer.save_pretrained(partial)
             if matrices:
                 save_file(matrices, partial / MATRICES)
+        for path in partial.glob("*.safetensors"):  # safetensors writes them for their owner alone
+            shutil.copymode(partial / "config.json", path)
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n", encoding="utf-8")
         for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
@@ -179,8 +181,13 @@ def local(tensor):
 
 @contextlib.contextmanager
 def writing(folder):
-    """Turn write errors of torch and safetensors, such as a full disk, into an OSError."""
+    """Turn write errors of torch, safetensors and tokenizers, such as a full disk, into an OSError.
+
+    That of tokenizers is a plain Exception.
+    """
     try:
         yield
-    except (RuntimeError, SafetensorError) as error:
-        raise OSError(f"{folder} could not be written ({error})") from None
+    except Exception as error:
+        if isinstance(error, (RuntimeError, SafetensorError)) or type(error) is Exception:
+            raise OSError(f"{folder} could not be written ({error})") from None
+        raise

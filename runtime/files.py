@@ -91,7 +91,7 @@ def as_jsonl(rows):
 def write_new(path, text):
     """Write a file, unless something else than `text` already stands there, which is refused."""
     path = Path(path)
-    if path.exists() and (path.is_dir() or path.read_bytes() != text.encode()):
+    if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
         raise SystemExit(f"{path}: found something else than what this command writes, such as the"
                          " output for an earlier input, expected a new name; choose another, or"
                          " remove what is there")

@@ -58,7 +58,7 @@ STEP_MINUTES = 30
 
 def own_rank():
     """The rank that torchrun gave this process; 0 if it is alone, whatever a cluster has set."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    alone = (os.environ.get("WORLD_SIZE") or "1") == "1"
     return 0 if alone else int(os.environ.get("RANK", 0))
 
 
@@ -67,7 +67,7 @@ def join_processes(training=False):
 
     With `training`, it also has the group of training steps, even if it is the only process.
     """
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE") or 1)
     if world > 1 and "RANK" not in os.environ:
         raise SystemExit(f"found WORLD_SIZE {world} without RANK, expected both, as torchrun sets"
                          " them, or neither; start the script with torchrun, or unset WORLD_SIZE")
@@ -92,6 +92,7 @@ def join_processes(training=False):
         # between steps, ranks may finish hours apart; torchrun notices one that dies
         options = {"timeout": datetime.timedelta(days=7)}
         if world == 1:  # also where a cluster sets RANK and a port, which several scripts may share
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of other nodes; this needs no network
             options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
         torch.distributed.init_process_group("gloo", **options)
         end_with_parent(signal.SIGTERM)
@@ -132,8 +133,8 @@ def launch(main, args,
     except OSError as error:
         raise SystemExit(f"The disk or a file failed: {error}. Mend this, or choose another"
                          f" --output. {advice}") from None
-    except RuntimeError as error:
-        message = str(error)
+    except (RuntimeError, MemoryError) as error:
+        message = str(error) or "out of memory."
         if "Connection closed by peer" in message or "Connection reset by peer" in message:
             raise SystemExit("Another process of this run has ended; its message says why."
                              f" {advice}") from None
@@ -141,7 +142,8 @@ def launch(main, args,
             raise SystemExit("Another process of this run has been silent for longer than a"
                              f" training step may wait ({STEP_MINUTES} minutes); look at its"
                              f" machine. {advice}") from None
-        if "out of memory" not in message:
+        # the second is a CPU's, where memory is limited (ulimit -v, as some clusters set it)
+        if "out of memory" not in message and "can't allocate memory" not in message:
             raise
         raise SystemExit(
             f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py) or"

@@ -280,7 +280,7 @@ def run_script(script, *arguments, processes=1, check=True, env=None, timeout=30
     else:
         command = [sys.executable]
         if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone",
+            command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1",
                         "--nproc_per_node", str(processes)]
         done = subprocess.run([*command, script, *arguments], capture_output=True, text=True,
                               cwd=ROOT, timeout=timeout, env=os.environ | (env or {}))

@@ -162,6 +162,17 @@ def test_truncation_drops_whole_oldest_turns_and_never_part_of_a_scored_one():
     assert encode([True] * 3, 10) is None
 
 
+def test_truncation_drops_the_fewest_turns_with_which_a_dialogue_fits():
+    tokenizer, draw = byte_tokenizer(), random.Random(0)
+    texts = ["task", *("x" * draw.randint(0, 30) for _ in range(24))]
+    lengths = [len(encode_dialogue(tokenizer, dialogue(*texts[:1], *texts[1 + 2 * dropped:]))[0])
+               for dropped in range(12)]
+    for limit in range(min(lengths) - 1, max(lengths) + 2):
+        found = encode_within(tokenizer, dialogue(*texts[:-1]), limit)
+        fewest = next((dropped for dropped, length in enumerate(lengths) if length <= limit), None)
+        assert found is None if fewest is None else found[2] == fewest
+
+
 def test_truncation_drops_nothing_that_the_agent_read_before_its_first_turn():
     tokenizer = byte_tokenizer()
     letter = {"role": "user", "content": "a letter"}

@@ -671,3 +671,31 @@ def test_two_thousand_mixed_gradings_leave_nothing_and_do_not_slow_down():
     costs = soak(2000)
     # Batches are short and the machine is shared; a long run asks for 10 %.
     assert min(costs[-3:]) < 1.5 * min(costs[:3])
+
+
+def descendants(pid):
+    """This process, and all that it and they have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(found for child in children for found in descendants(int(child)))]
+
+
+@needs_linux
+@pytest.mark.slow
+def test_a_job_that_was_suspended_times_no_answer_out():
+    code = "def f(n):\n    for _ in range(10_000_000):\n        pass\n    return n"
+    task = {"ground_truth": code, "test_cases": {str(n): f"f({n})" for n in range(6)}}
+    script = (f"from judge.sandbox import Judge\ntask = {task!r}\n"
+              "with Judge(workers=1) as judge:\n"
+              "    judge.expected_of(task, 'fixed')\n    print('ready', flush=True)\n"
+              "    print(judge.grade(task, task['ground_truth']).reward)")
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        suspended = descendants(process.pid)
+        for pid in suspended:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6)  # a call that sleeps may take 4
+        for pid in suspended:
+            os.kill(pid, signal.SIGCONT)
+        assert process.stdout.read() == "1.0\n"
