@@ -172,8 +172,8 @@ def test_kills_at_random_moments_change_nothing_in_the_end(commands, tmp_path, n
 
 
 def torchrun(command, folder):
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1",
-             "--nproc_per_node", "2"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
     return subprocess.Popen(
         [*start, str(ROOT / command.script), *command.argv(folder)],
         text=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
