@@ -336,12 +336,9 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
     one. Turns for which `finished` has no entry count as finished.
     """
     end_id, end_text = end_of_turn(tokenizer)
-    starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if generation_prompt:
-        starts.append(len(messages))  # of the turn that is still to be said
     ids, turn_index = [], []
     rendered = ""  # what these ids say
-    for turn, index in enumerate(starts):
+    for turn, index in enumerate(turn_starts(messages, generation_prompt)):
         before = render(tokenizer, messages[:index])  # with the generation prompt
         if not before.startswith(rendered):
             raise UnnestedTemplate(
@@ -363,6 +360,12 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
     return ids, turn_index
 
 
+def turn_starts(messages, generation_prompt):
+    """The index of each agent turn; with a generation prompt, also of the one still to be said."""
+    starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return [*starts, len(messages)] if generation_prompt else starts
+
+
 def encode_within(tokenizer, messages, max_length, finished=(), generation_prompt=False):
     """(ids, turn_index, dropped) of a dialogue in at most `max_length` tokens.
 
@@ -370,9 +373,7 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     is their number. None if the last turn does not fit. What stands before the first turn stays:
     instructions and request.
     """
-    starts = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if generation_prompt:
-        starts.append(len(messages))  # of the turn that is still to be said
+    starts = turn_starts(messages, generation_prompt)
 
     @functools.cache
     def without_oldest(dropped):

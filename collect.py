@@ -173,14 +173,22 @@ def episode_key(episode):
     return episode["task"]["task_id"], episode["sample"]
 
 
-def collect_episodes(args, process):
-    """Play what `args.output` lacks; returns all episodes, on the leader."""
-    # this sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_rows records them
+def plan_episodes(args, process):
+    """What to play: (task id and sample -> task, the Rules, the Domain, the files that were read).
+
+    It sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_rows records them.
+    """
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns,
                   args.reply_chars or domain.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
+    return jobs, rules, domain, inputs
+
+
+def collect_episodes(args, process):
+    """Play what `args.output` lacks; returns all episodes, on the leader."""
+    jobs, rules, domain, inputs = plan_episodes(args, process)
     # what an earlier run of this command has finished; another command's output is refused
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human), may_differ=["batch_size"])

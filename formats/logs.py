@@ -159,10 +159,10 @@ def log_episodes(rows, prompt):
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
     ignored = set().union(*(row for _, row in rows)) - {"messages", "reward", *OPTIONS}
     if ignored:
-        print(f"Keys that are ignored: {harmless(', '.join(sorted(ignored)))}")
+        print(f"Keys that are ignored: {keys_of(ignored)}")
     ignored = set().union(*(message for _, row in rows for message in row["messages"])) - READ
     if ignored:
-        print(f"Keys of messages that are ignored: {harmless(', '.join(sorted(ignored)))}")
+        print(f"Keys of messages that are ignored: {keys_of(ignored)}")
     roles = Counter(message["role"] for _, row in rows for message in row["messages"])
     others = sorted(roles.keys() - KNOWN_ROLES)
     if others:

@@ -109,6 +109,16 @@ def collect_with(monkeypatch, output, agent, human, count=20, in_flight=4):
     return within(lambda: collect.collect_episodes(args, ALONE), 60)
 
 
+@pytest.mark.parametrize("reply_chars, domain, expected", [
+    (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
+def test_human_replies_have_the_limit_of_the_domain_or_a_flag(reply_chars, domain, expected):
+    flags = ["--reply_chars", str(reply_chars)] if reply_chars else []
+    args = collect.parse_args(["--tasks", f"toy:{domain}:train", "--num_tasks", "1", "--agent",
+                               "scripted", "--output", "o", *flags])
+    _, rules, _, _ = collect.plan_episodes(args, ALONE)
+    assert rules.reply_chars == expected
+
+
 def rows_under(folder):
     """task index -> episode, of all files of a run."""
     found = {}

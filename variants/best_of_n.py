@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tqdm import tqdm
 
-from collect import Rules, collect_parser, episode_key, play
+from collect import collect_parser, episode_key, plan_episodes, play
 from runtime.names import GRADER, check_spec, is_server
 from runtime.processes import join_processes, launch
 from runtime.record import open_rows, read_flags
@@ -43,8 +43,7 @@ from speakers import load_speaker
 from speakers.fill import fill, print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
-from speakers.roles import (
-    open_agent, open_human, open_judge, read_tasks_and_prompts, refuse_unused)
+from speakers.roles import open_agent, open_human, open_judge, refuse_unused
 from variants.value_critic import CRITIC_FLAGS, open_critic
 
 
@@ -148,11 +147,7 @@ def main(args):
 
 def collect_episodes(args, process):
     """As in collect.py, with best of N between agent and dialogue."""
-    tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
-    rules = Rules(agent_prompt, human_prompt, args.max_turns,
-                  args.reply_chars or domain.reply_chars, args.seed)
-    jobs = {(task["task_id"], sample): task
-            for sample in range(args.samples_per_task) for task in tasks}
+    jobs, rules, domain, inputs = plan_episodes(args, process)
     scorer = args.critic.removeprefix(GRADER)
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human, scorer), may_differ=["batch_size"])
