@@ -15,8 +15,8 @@ test: .venv/ready # two halves side by side; what the second one printed comes l
 # On Linux without an NVIDIA GPU, torch's CPU build spares the CUDA packages. Where its index cannot be
 # reached, the plain install follows. `make CPU_TORCH= toy` omits it.
 .venv/ready: requirements.txt tests/requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit("found Python %d.%d, expected 3.10 to 3.13; give another, as in" \
-		" make PYTHON=python3.12 toy" % sys.version_info[:2] if not (3, 10) <= sys.version_info < (3, 14) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("found Python %d.%d, expected 3.10 to 3.14; give another, as in" \
+		" make PYTHON=python3.12 toy" % sys.version_info[:2] if not (3, 10) <= sys.version_info < (3, 15) else 0)'
 	$(PYTHON) -m venv .venv
 	@if [ -n "$(CPU_TORCH)" ] && [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
 		echo "no nvidia-smi here: torch comes without CUDA. For a GPU elsewhere: make CPU_TORCH= .venv/ready"; \

@@ -1,11 +1,18 @@
 """The commands of colbench.py: check, import, show, websight."""
 
 import argparse
+import ast
+import re
 
-from formats.check import check_tasks
 from formats.logs import import_command
-from formats.websight import websight
+from formats.read import read_tasks
+from judge.pages import official_addresses
+from judge.sandbox import SECOND_LINES, check_solutions
+from runtime.files import expect, read_jsonl, write_new
 from runtime.processes import launch
+from runtime.text import counted, harmless
+
+TRAIN_ROWS = 10_000  # the paper trains on the first 10,000 WebSight rows, tests on later ones
 
 
 def main(description, argv=None):
@@ -34,14 +41,13 @@ def main(description, argv=None):
     convert = commands.add_parser("websight", help="turn WebSight rows into frontend tasks")
     convert.add_argument("rows", help="JSONL with llm_generated_idea and text")
     convert.add_argument("train", help="task file for the first 10,000 rows")
-    convert.add_argument("test", nargs="?", help="task file for the rows after them")
+    convert.add_argument("test", help="task file for the rows after them")
     launch(run_command, parser.parse_args(argv), advice="Rerun the same command.")
 
 
 def run_command(args):
     if args.command == "check":
-        if not check_tasks(args.tasks, args.judge, args.require_protection):
-            raise SystemExit(1)  # the table above says why
+        check_tasks(args.tasks, args.judge, args.require_protection)
     elif args.command == "import":
         import_command(args)
     elif args.command == "show":
@@ -49,3 +55,63 @@ def run_command(args):
         show_command(args)
     else:
         websight(args.rows, args.train, args.test)
+
+
+def check_tasks(path, profile, require_protection):
+    """Print the tests of a file that nobody can pass; if there are any, end with status 1."""
+    tasks = read_tasks(path)
+    others = {task["domain"] for task in tasks} - {"backend"}
+    if others:
+        raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
+                         " tasks, whose tests can be checked")
+    rows, status = check_solutions(tasks, profile, require_protection)
+    lines = [where for where, _ in read_jsonl(path)]
+    tests = {}  # (index of the task, what is wrong) -> names of its tests
+    for index, name, reason in rows:
+        wrong = reason + solution_advice(tasks[index], name, reason)
+        tests.setdefault((index, wrong), []).append(harmless(name))
+    for (index, wrong), names in tests.items():
+        print(f"{lines[index]}, {', '.join(names)}: {wrong}")
+    broken = {index for index, _, _ in rows}
+    solvable = len(tasks) - len(broken)
+    print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")
+    for name, active in status.items():
+        missing = "MISSING"
+        if name in SECOND_LINES:
+            missing += " (a second line of defence; answers are confined without it, too)"
+        print(f"protection {name:14s} {'active' if active else missing}")
+    if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
+        raise SystemExit("found no test that can be passed, expected at least one: check the task"
+                         " file.")
+    if broken:
+        raise SystemExit(1)  # the lines above say why
+
+
+def solution_advice(task, name, reason):
+    """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
+    if reason == "the value equals nothing":
+        return " (as a generator does, an object of a class of its own, or a very large value)"
+    test = task["test_cases"][name]
+    if re.match(r"\s*assert\b", test):
+        return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
+                " value with the solution's)")
+    try:
+        ast.parse(test.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last three: odd or deep
+        return f" (the test is no Python expression: {harmless(test)})"
+    if reason == "the solution raised ModuleNotFoundError":
+        return " (the judge has the modules of this Python environment and no others)"
+    return ""
+
+
+def websight(rows_path, train_path, test_path):
+    """WebSight rows as tasks: the first 10,000 go to train_path, those after them to test_path."""
+    tasks = []
+    for where, row in read_jsonl(rows_path):
+        page = official_addresses(expect(row, "text", str, where))
+        request = expect(row, "llm_generated_idea", str, where)
+        tasks.append({"problem_description": request, "domain": "frontend", "ground_truth": page,
+                      "hidden_information": page})
+    for path, part in (train_path, tasks[:TRAIN_ROWS]), (test_path, tasks[TRAIN_ROWS:]):
+        write_new(path, part)
+        print(f"{path}: {counted(len(part), 'task')}")

@@ -24,7 +24,7 @@ from colbench import agent_prompt_of
 from formats.outcome import reasons_of
 from formats.read import complete_episode, group_by_task, is_finite, read_episodes
 from judge.sandbox import grade_all
-from runtime.files import as_jsonl, expect, read_jsonl, read_prompt, write_new
+from runtime.files import expect, read_jsonl, read_prompt, write_new
 from runtime.text import counted, harmless
 
 SMALLEST = ('{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":'
@@ -52,7 +52,7 @@ def import_command(args):
     if args.judge != "fixed" and not graded:
         raise SystemExit(f"{args.file}: found no answer that has to be graded, expected some with"
                          f" --judge {args.judge}; omit it")
-    write_new(args.output, as_jsonl(episodes))
+    write_new(args.output, episodes)
     print_imported(args.output, episodes, graded)
 
 
@@ -258,18 +258,15 @@ def faults_of(row):
                           " no text (what other parts show has to be written as text), or whose"
                           " tool_calls lack a function with name and arguments")
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    listed = keys_of(set(map(str, roles)))
     if "assistant" not in roles:
-        listed = harmless(", ".join(sorted({str(role) for role in roles})))
         faults.append(f"no assistant message, which would be a turn, but the roles {listed}")
     elif "user" not in roles[:roles.index("assistant")]:
-        faults.append("an assistant message before the first user message (move a greeting into the"
-                      " system message)")
-        others = {str(role) for role in roles} - KNOWN_ROLES
-        if others:
-            faults.append(f"the roles {harmless(', '.join(sorted(others)))}, of which one may mean"
-                          " the user")
+        faults.append(f"the roles {listed}, with an assistant message before the first user message"
+                      " (move a greeting into the system message)")
     return faults
 
 
 def keys_of(row):
+    """The names in a row, or in a set, in words."""
     return harmless(", ".join(sorted(map(str, row)))) or "none"

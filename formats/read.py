@@ -331,9 +331,13 @@ def check_history(history, where, in_turn=True):
 def check_lists(state, ranked, where):
     """Refuse candidates whose lists differ in length, or hold other things than they should."""
     names = ["candidates", "finished"]
+    # the messages have to be a dialogue after which the agent can speak
+    roles = [message.get("role") for message in state["messages"] if isinstance(message, dict)
+             and isinstance(message.get("content"), str)]
     sound = (all(isinstance(text, str) for text in state["candidates"])
              and all(isinstance(flag, bool) for flag in state["finished"])
-             and is_prompt(state["messages"]))
+             and len(roles) == len(state["messages"]) and "user" in roles
+             and all(isinstance(role, str) for role in roles))
     if ranked:
         names.append("advantages")
         sound = sound and all(type(value) in NUMBER and is_finite(value)
@@ -346,12 +350,3 @@ def check_lists(state, ranked, where):
         raise SystemExit(f"{where}: found messages, candidates, finished flags or advantages of"
                          " another type, expected a dialogue that ends before an agent turn, texts,"
                          " booleans and finite numbers; make the file with collect.py --states")
-
-
-def is_prompt(messages):
-    """Whether these are messages after which the agent can speak."""
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            return False
-    roles = [message.get("role") for message in messages]
-    return "user" in roles and all(isinstance(role, str) for role in roles)

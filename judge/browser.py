@@ -18,11 +18,6 @@
 Every message is JSON, closed by a zero byte. A session names the page that a command is meant for;
 a command without one is for Chromium itself.
 Protocol: https://chromedevtools.github.io/devtools-protocol
-
-This file needs the standard library alone and works alone:
-
-    with Browser() as browser:
-        png = browser.render("<html><body>Hello</body></html>")
 """
 
 import base64
@@ -115,12 +110,6 @@ def find_chromium():
 class DevTools:
     """One headless Chromium and the pipe to it. It ends with `close`, or with this process.
 
-        devtools = DevTools(CHROMIUM_FLAGS, print)
-        devtools.set_deadline(6)
-        devtools.open_page()
-        devtools.call("Page.navigate", url="file:///tmp/page.html")
-        devtools.call("Runtime.evaluate", expression="1 + 1")["result"]["value"]
-
     on_event      is called with each event {"method", "params"}
     session       is the page that commands are for, None for Chromium itself
     set_deadline  has to be called first
@@ -129,7 +118,6 @@ class DevTools:
     """
 
     def __init__(self, flags, on_event):
-        """Start Chromium with these flags."""
         self.executable = find_chromium()
         self.on_event = on_event
         self.session = None
@@ -202,8 +190,6 @@ class DevTools:
             self._wait_until_ready(self.process.stdin, select.POLLOUT)
             try:
                 written = os.write(self.process.stdin.fileno(), unsent)
-            except BlockingIOError:
-                continue
             except OSError as error:
                 raise Crash("the browser crashed") from error
             unsent = unsent[written:]

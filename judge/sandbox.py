@@ -61,7 +61,7 @@ from judge.values import NOTHING, describe, is_value, reason_of
 
 SOLUTION_FAILED = "solution failed"  # the reason of a test that the solution does not pass
 SOLUTION_FACTOR = 4  # a solution may take this many times as long as an answer
-TOO_SLOW = "the solution takes longer than an answer may"  # but a faster answer may pass
+MAX_TIMEOUTS = 2  # of an answer's tests, after which the others are not run
 # Protections, as in Judge.status
 REQUIRED = ("system calls", "files", "privileges", "limits")  # what --require_protection asks for
 SECOND_LINES = ("own user", "own network")  # not possible everywhere, and nothing depends on them
@@ -117,25 +117,21 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
             elif not is_value(one):
                 rows.append((index, name, f"the solution {one}"))
             elif other == "timed out":
-                rows.append((index, name, TOO_SLOW))
+                # but a faster answer may pass
+                rows.append((index, name, "the solution takes longer than an answer may"))
     return rows, judge.status
 
 
 class Judge:
     """A pool of workers, and the values of the solutions. Keep it open while there are answers.
 
-    A test may take `seconds`. Once `max_timeouts` tests of an answer have timed out, the rest count
+    A test may take `seconds`. Once MAX_TIMEOUTS tests of an answer have timed out, the rest count
     as timed out, too; the published grader runs them, and so does the profile "official".
     """
 
     def __init__(
-        self,
-        workers: int | None = None,
-        max_timeouts: int = 2,
-        seconds: float = 1.0,
-        require_protection: bool = False,
+        self, workers: int | None = None, seconds: float = 1.0, require_protection: bool = False
     ):
-        self.max_timeouts = max_timeouts
         self.seconds = seconds
         self.expected = {}  # key of a task -> test -> what came out of it with the solution
         count = workers or min(usable_cores(), 8)
@@ -183,7 +179,7 @@ class Judge:
         reasons = dict.fromkeys(tests, SOLUTION_FAILED) | dict.fromkeys(usable, "no code")
         if code and usable:
             expressions = [tests[name] for name in usable]
-            most = self.max_timeouts if profile == "fixed" else None
+            most = MAX_TIMEOUTS if profile == "fixed" else None
             actual = self.outcomes(code, expressions, profile, self.seconds, most)
             for name, outcome in zip(usable, actual, strict=True):
                 reasons[name] = reason_of(expected[name], outcome)

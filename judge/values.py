@@ -180,14 +180,11 @@ class Canonical:
         if "enum.Enum" in names:
             return f"{kind.__name__}.{value._name_ or self.text(value._value_, depth)}"
         if hasattr(kind, "__dataclass_fields__"):
-            return f"{kind.__name__}({','.join(self.fields(value, kind, depth))})"
+            fields = [entry.name for entry in kind.__dataclass_fields__.values()
+                      if entry.compare and hasattr(value, entry.name)]  # InitVars are no attributes
+            texts = [f"{name}={self.text(getattr(value, name), depth)}" for name in fields]
+            return f"{kind.__name__}({','.join(texts)})"
         raise Incomparable
-
-    def fields(self, value, kind: type, depth: int) -> list[str]:
-        """The fields of a dataclass that its `==` compares."""
-        names = [entry.name for entry in kind.__dataclass_fields__.values() if entry.compare]
-        return [f"{name}={self.text(getattr(value, name), depth)}" for name in names
-                if hasattr(value, name)]  # some exist as arguments of __init__ alone
 
 
 NOTHING = describe(None)  # a solution that returns None has failed

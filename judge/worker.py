@@ -351,7 +351,6 @@ def without_comparison(test: str) -> str:
 
 
 def compile_for(source: str, mode: str, official: bool):
-    """Compile an answer or a test."""
     if official:
         tree = Outlined().visit(ast.parse(source, "answer", mode))
         source = ast.fix_missing_locations(tree)

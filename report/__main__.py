@@ -20,15 +20,16 @@ from pathlib import Path
 from colbench import DOMAINS
 from evaluate import score
 from formats.policies import named_files, read_policies
+from formats.read import read_candidates
 from formats.verdict import all_tables, verdict
 from report.page import annotate, overview, page_of
-from report.pairs import write_pairs
 from report.training import (
     held_out_tasks, ranking_sentences, read_training, training_sentences)
-from runtime.files import write_atomically
+from runtime.files import write_atomically, write_new
 from runtime.flags import FlagParser
 from runtime.processes import launch
-from train_policy import PAIRINGS
+from runtime.text import counted
+from train_policy import PAIRINGS, state_pairs
 from variants.value_critic import open_critic
 
 
@@ -61,6 +62,36 @@ def main(args):
     data |= {"sentences": sentences, "tables": tables}
     write_atomically(args.output, page_of(data, policies))
     print("\n".join([*sentences, f"report: {args.output}"]))
+
+
+def write_pairs(args):
+    """Write pairs as TRL takes them; `finished` (not cut) and `advantages` are of both sides."""
+    states, omitted = read_candidates(args.candidates, ranked=True)
+    rows = []
+    for state in states:
+        for pair in state_pairs(state, args.pairing, args.pairs_per_state, args.seed):
+            chosen, rejected = [[{"role": "assistant", "content": state["candidates"][index]}]
+                                for index in pair]
+            rows.append({"prompt": state["messages"], "chosen": chosen, "rejected": rejected,
+                         "finished": [state["finished"][index] for index in pair],
+                         "advantages": [state["advantages"][index] for index in pair]})
+    if not rows:
+        raise SystemExit(f"{args.candidates}: found no pair with --pairing {args.pairing}, expected"
+                         " candidates of different advantage; try the other --pairing")
+    write_new(args.output, rows)
+    said = f"{args.output}: {counted(len(rows), 'pair')} of {counted(len(states), 'state')}"
+    if omitted:
+        said += f" ({omitted} more have no advantages)"
+    cut = sum(not all(row["finished"]) for row in rows)
+    if cut:
+        said += (f"; {cut} with a candidate that was cut at the token limit (`finished`): other"
+                 " trainers teach to stop there, so filter these")
+    print(said)
+    below = sum(row["advantages"][0] < 0 for row in rows)
+    if below:
+        print(f"{below} chosen candidates have an advantage below 0: the better half of a state may"
+              " be bad, too; --pairing positive_vs_negative has none of these (below 0, a value"
+              " head predicts less than even odds of success: for it, keep --pairing halves)")
 
 
 def parse_args(argv=None):

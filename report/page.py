@@ -62,11 +62,9 @@ def subtitle(results):
     over = "tasks"
     if any(policy["seeds"] > 1 for policy in results["policies"].values()):
         over = "seeds and tasks"
-    tasks = counted(results["tasks"], "task")
-    if results["unsolvable"]:
-        tasks += f", {results['unsolvable']:,} of them unsolvable by their own solution"
-    words = (f"{results['domain']} · {tasks} · {counted(sum(counts), 'episode')} ·"
-             f" [ ]: 95 % intervals over {over}, {results['draws']:,} bootstrap draws")
+    words = (f"{results['domain']} · {counted(results['tasks'], 'task')} ·"
+             f" {counted(sum(counts), 'episode')} · [ ]: 95 % intervals over {over},"
+             f" {results['draws']:,} bootstrap draws")
     if not DOMAINS[results["domain"]].logged:  # a log's reward has no limits, so no Wilson interval
         words += ", Wilson's where all outcomes agree"
     return words
@@ -88,8 +86,6 @@ def policy_clause(facts, file, starts):
     if flags.get("max_turns", MAX_TURNS) != MAX_TURNS:
         what.append("in one turn" if flags["max_turns"] == 1
                     else f"at most {flags['max_turns']} turns")
-    for count, scorer in facts["best_of"]:
-        what.append(f"each turn the best of {count} candidates, chosen by {scorer}")
     return "; ".join(what)
 
 

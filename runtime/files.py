@@ -88,9 +88,9 @@ def as_jsonl(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def write_new(path, text):
-    """Write a file, unless something else than `text` already stands there, which is refused."""
-    path = Path(path)
+def write_new(path, rows):
+    """Write a file, unless something else than these rows stands there, which is refused."""
+    path, text = Path(path), as_jsonl(rows)
     if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
         raise SystemExit(f"{path}: found something else than what this command writes, such as the"
                          " output for an earlier input, expected a new name; choose another, or"

@@ -115,10 +115,6 @@ def merge(weights, model):
     return merged, matrices
 
 
-def has_matrices(path):
-    return Path(path, MATRICES).is_file()
-
-
 def read_matrices(path):
     """[(name of a layer, A, alpha / rank B)] of a checkpoint directory, the innermost first."""
     matrices = load_file(Path(path, MATRICES))

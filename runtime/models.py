@@ -11,8 +11,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from runtime.lora import (
-    WithoutMatrices, add_matrices, has_matrices, load_matrices, take_apart)
+from runtime.lora import MATRICES, WithoutMatrices, add_matrices, load_matrices, take_apart
 from runtime.names import check_checkpoint
 from runtime.processes import own_rank
 
@@ -129,7 +128,7 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
-    apart = dtype == "bfloat16" and has_matrices(path) and not merged
+    apart = dtype == "bfloat16" and Path(path, MATRICES).is_file() and not merged
     stored = "auto"  # as in its files; converted below, parameter by parameter
     if is_quantised(load_config(path)):
         stored = dtype

@@ -138,8 +138,6 @@ def turn_ids(tokenizer, texts, finished):
     A finished turn ends with its end-of-turn token. A text that spells a special token, such as
     </s> on a page, is encoded as ordinary text.
     """
-    if not texts:
-        return []  # which tokenizers refuse
     end_id, _ = end_of_turn(tokenizer)
     mark, length = mark_before(tokenizer)
     encoded = tokenizer([mark + text for text in texts], add_special_tokens=False,

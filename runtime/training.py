@@ -1,17 +1,7 @@
 """A training run besides its method: its processes, its directory, its log, its saved states.
 
 It computes no loss and knows no pair and no row; its messages read metrics by name, such as
-train/margin. A trainer's loop uses it so:
-
-    run = Run(args, inputs)
-    steps = run.plan(len(batches))
-    for step in range(run.resume(model, optimizer), steps):
-        for mine, weight in run.share(batch, args.micro_batch_size):
-            ...backward...
-            run.add("train", metrics, weight / len(batch))
-        run.log(step, {...})
-        run.save_state_if_due(step + 1, model, optimizer)
-    run.save(model, tokenizer)
+train/margin. `train` in train_critic.py shows how a trainer uses it.
 """
 
 import contextlib

@@ -117,8 +117,9 @@ def test_equal_sums_that_were_added_in_another_order_are_a_tie():
     assert evaluate.win_points(gaps, 1e-12).tolist() == [0.5, 0.5, 1.0, 0.0]
     draw = random.Random(0)  # rewards of logs may be large
     samples = [[draw.uniform(1e3, 9e4) for _ in range(3)] for _ in range(100)]
-    ours = numpy.array([[sum(values) / 3 for values in samples]])
-    theirs = numpy.array([[sum(values[::-1]) / 3 for values in samples]])
+    # not `sum`, which adds exactly since Python 3.12
+    ours = numpy.array([[(first + second + third) / 3 for first, second, third in samples]])
+    theirs = numpy.array([[(third + second + first) / 3 for first, second, third in samples]])
     once, tasks = numpy.ones((1, 1)), numpy.ones((1, 100))
     found = evaluate.compare(ours, theirs, once, once, tasks, limits=None)
     assert (ours != theirs).any() and found["wins"] == found["losses"] == 0

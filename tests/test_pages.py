@@ -13,7 +13,7 @@ from conftest import LINK, PAGE, dialogue, read_rows, write_rows
 from safetensors.torch import load_file, save_file
 
 from colbench import DOMAINS, human_page_view
-from formats.websight import websight
+from formats.commands import websight
 from judge.browser import MAX_PAGE_CHARACTERS, placeholder_picture
 from judge.pages import (
     ClipReward, PageJudge, embedded_similarity, extract_html, grade_page, graded_page, last_page,
@@ -60,29 +60,27 @@ def test_random_pictures_become_picture_48_and_pinned_ones_stay(address, pinned)
 
 def test_websight_sends_the_first_rows_to_train_and_the_rest_to_test(
         tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("formats.websight.TRAIN_ROWS", 2)
+    monkeypatch.setattr("formats.commands.TRAIN_ROWS", 2)
     text = "https://picsum.photos/4/5"
     write_rows(tmp_path / "rows.jsonl", [
         {"llm_generated_idea": f"idea {index}", "text": text, "image": None} for index in range(3)])
     paths = [tmp_path / "new/train.jsonl", tmp_path / "another/test.jsonl"]
     websight(tmp_path / "rows.jsonl", *paths)
     assert capsys.readouterr().out == f"{paths[0]}: 2 tasks\n{paths[1]}: 1 task\n"
-    websight(tmp_path / "rows.jsonl", paths[0], None)
-    assert "1 row beyond the first 2 left out: no TEST file" in capsys.readouterr().out
     train, test = map(read_rows, paths)
     assert [task["problem_description"] for task in train] == ["idea 0", "idea 1"]
     assert [task["problem_description"] for task in test] == ["idea 2"]
     assert test[0]["ground_truth"] == "https://picsum.photos/id/48/4/5"
     with pytest.raises(SystemExit, match="found something else"):
-        websight(tmp_path / "rows.jsonl", tmp_path / "rows.jsonl")
+        websight(tmp_path / "rows.jsonl", tmp_path / "rows.jsonl", paths[1])
 
 
 def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "no idea"}')
     with pytest.raises(SystemExit, match="line 1: .*'llm_generated_idea'"):
-        websight(tmp_path / "rows.jsonl", tmp_path / "train.jsonl")
+        websight(tmp_path / "rows.jsonl", tmp_path / "train.jsonl", tmp_path / "test.jsonl")
     with pytest.raises(SystemExit, match="no such file"):
-        websight(tmp_path / "none.jsonl", tmp_path / "train.jsonl")
+        websight(tmp_path / "none.jsonl", tmp_path / "train.jsonl", tmp_path / "test.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

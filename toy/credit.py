@@ -23,7 +23,7 @@ from pathlib import Path
 from colbench import MAX_TURNS, request_index, split_message, without_thoughts
 from formats.read import read_candidates, state_key
 from judge.sandbox import grade
-from runtime.files import as_jsonl, read_jsonl, write_jsonl, write_new
+from runtime.files import read_jsonl, write_jsonl, write_new
 from runtime.seeds import derive_seed
 from toy.backend import asked_about
 
@@ -190,7 +190,7 @@ def rank_command(args):
         ranker = "true credit"
     rows = [state | {"advantages": values, "ranker": ranker}
             for state, values in zip(states, advantages, strict=True)]
-    write_new(args.output, as_jsonl(rows))
+    write_new(args.output, rows)
     print(f"{args.output}: {len(rows)} states, ranked by {ranker}; {omitted} failed ones omitted")
 
 

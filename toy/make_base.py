@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from formats.read import load_episodes, read_episodes
-from runtime.files import as_jsonl, write_new
+from runtime.files import write_new
 
 # -----------------------------------------------------------------------------
 # The model
@@ -133,7 +133,7 @@ def inform_command(args):
     for episode in read_episodes(args.episodes):
         history = critic_messages(episode["task"], episode["dialogue_history"])
         informed.append(episode | {"dialogue_history": history})
-    write_new(args.output, as_jsonl(informed))
+    write_new(args.output, informed)
     print(f"{args.output}: {len(informed)} episodes, each with its solution in front")
 
 
@@ -153,7 +153,7 @@ def recite_command(args):
             history.append({"role": swapped[message["role"]], "content": message["content"]})
         history = critic_messages(episode["task"], history)
         recited.append(episode | {"dialogue_history": history})
-    write_new(args.output, as_jsonl(recited))
+    write_new(args.output, recited)
     print(f"{args.output}: {len(recited)} dialogues that recite the solution in front")
 
 
