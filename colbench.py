@@ -191,8 +191,8 @@ def human_page_view(task, history, prompt, judge):
     shown, wanted = last_page(history), solution_page(task["ground_truth"])
     agent_png = judge.picture(shown) if shown else None
     solution_png = judge.picture(wanted)
-    words = official_addresses(history[-1]["content"])
-    page = extract_html(words)
+    words = official_addresses(history[-1]["content"])  # extract_html does so, too
+    page = extract_html(words)  # so this is a part of `words`, letter by letter
     if page:
         words = words.replace(page, "[the page below]")
     parts = [{"type": "text", "text": filled(prompt, task | {"message": words})}]
@@ -247,8 +247,8 @@ class Domain(typing.NamedTuple):
     human_view: typing.Callable = human_messages
     graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
     one_turn_prompt: str | None = None  # replaces agent_prompt where a dialogue has one turn
-    # complete(task, where) checks the fields that only this domain has, and tidies them in place
-    complete: typing.Callable = lambda task, where: None
+    # check_task(task, where) checks the fields that only this domain has, and tidies them in place
+    check_task: typing.Callable = lambda task, where: None
     reply_chars: int = 400  # human replies are cut to this many characters
     human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
     # True: a reward of 1 is a success, less is a failure. False: episodes have only a reward
@@ -256,7 +256,7 @@ class Domain(typing.NamedTuple):
     success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
     reward_factor: int = 100  # what tables and charts multiply rewards by
-    pages: bool = False  # answers are web pages: drawn for human, critic and report
+    pages: bool = False  # answers are web pages: drawn for human, value critic and report
     flags: typing.Mapping = {}  # collect.py's flags for the judge -> their defaults
 
     @property
@@ -265,7 +265,7 @@ class Domain(typing.NamedTuple):
         return self.open_judge is None
 
 
-def complete_backend(task, where):
+def check_backend_task(task, where):
     """Backend tasks need tests, calls whose values are compared with the solution's."""
     task["test_cases"] = without_nulls(expect(task, "test_cases", dict, where))
     if not task["test_cases"]:
@@ -281,7 +281,7 @@ DOMAINS = {
         human_prompt=BACKEND_HUMAN_PROMPT,
         open_judge=BackendJudge,
         one_turn_prompt=BACKEND_ONE_TURN_PROMPT,
-        complete=complete_backend,
+        check_task=check_backend_task,
         reward_heading="Tests passed %",
         flags={"judge": "fixed", "require_protection": False},
     ),
@@ -345,6 +345,7 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
                 " turns when later ones come), so a dialogue is not one sequence; expected a"
                 " template that keeps them, like Llama's; take another model, or edit its template")
+        # some tokenizers encode text differently after an end-of-turn token
         after_turn = ids[-1:] == [end_id]  # not at the start, nor after a turn that was cut
         added = template_ids(tokenizer, before[len(rendered):], after_turn)
         ids += added

@@ -36,8 +36,10 @@ To change                          edit
 variants/best_of_n.py shows how to put something between agent and dialogue.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
-the official ones). From the official code: the human sees the dialogue as a chat with the roles
-swapped; in page tasks, the agent also sees its earlier plans, which stand before "OUTPUT:".
+the official ones). From the official code: answers are graded in a sandbox, without its quirks
+(`--judge official`); the human sees the dialogue as a chat with the roles swapped; in page tasks,
+the agent also sees its earlier plans, which stand before "OUTPUT:". docs/differences.md has the
+rest.
 """
 
 import itertools
@@ -84,7 +86,8 @@ def play(task, sample, agent, human, judge, rules):
     def ask(speaker, messages):
         key = (task["task_id"], sample)
         seed = derive_seed(rules.seed, *key, next(calls))
-        # models read only the messages; `task` is for scripts, `key` lets a model keep its cache
+        # agent and human models read the messages alone; `task` is for scripts and the critic of
+        # best of N, and `key` lets a model keep its cache
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
 
     try:
@@ -92,7 +95,8 @@ def play(task, sample, agent, human, judge, rules):
             party = "agent"  # who has to speak, for an error's message
             said = ask(agent, agent_messages(history, prompt))
             # what the human reads; `output` is all that the agent wrote, its thoughts included
-            content, answer = split_message(task, said.text, turn == rules.max_turns)
+            content, answer = split_message(
+                task, said.text, last_turn=turn == rules.max_turns)
             history.append({"role": "assistant", "content": content, "output": said.text,
                             "finished": said.finished})
             if answer is not None:
@@ -176,7 +180,8 @@ def episode_key(episode):
 def plan_episodes(args, process):
     """What to play: (task id and sample -> task, the Rules, the Domain, the files that were read).
 
-    It sets args.human, .agent_prompt, .clip and .num_tasks if omitted; open_rows records them.
+    It sets args.num_tasks to their number, and args.human, .agent_prompt and .clip if omitted, for
+    the record that open_rows writes.
     """
     tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
     rules = Rules(agent_prompt, human_prompt, args.max_turns,
@@ -202,6 +207,7 @@ def collect_episodes(args, process):
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules) | played_by
 
+            # no further dialogue starts once one of the three has given up (a server that is down)
             fill(store, jobs, work, (agent, human, judge), in_flight=args.batch_size)
     return store.finish(jobs)
 
@@ -215,6 +221,7 @@ def collect_states(args, process):
                       models=(args.agent,), may_differ=["batch_size"])
     if store.missing(jobs):
         agent = open_agent(args, process)
+        # states; a local model is asked for several batches, to batch prompts of similar length
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key):

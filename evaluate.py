@@ -199,7 +199,7 @@ def score(policies, draws=2000):
     task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, T)
     values = {}  # policy -> number -> (R, T)
     seed_draws = {}  # policy -> (D, R)
-    facts = {}  # policy -> all that is said of it
+    facts = {}  # policy -> who played and graded it, its errors, its numbers
     for name, seeds in policies.items():
         means = [task_means(episodes, task_ids) for episodes in seeds]
         values[name] = {key: numpy.array([of_seed[key] for of_seed in means]) for key in NUMBERS}

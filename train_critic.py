@@ -16,7 +16,8 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
 
-The defaults are the paper's, for an 8B model. The tiny toy/base needs those of the first command.
+The defaults are for an 8B model, with the numbers of the paper's Table 5. The tiny toy/base needs
+the values shown with it.
 
 Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
 metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a
@@ -35,7 +36,7 @@ To change                  edit
     the ranking            Critic.advantages; the file: rank_states in formats/ranking.py
     the forward pass       turn_logprobs; run without --packed, which replaces it
     optimiser, schedule    train, learning_rate
-    saving, resuming       Run in runtime/training.py, whose first lines show the whole loop
+    saving, resuming       Run in runtime/training.py
     FSDP, precision        shard and open_to_train in runtime/models.py
 docs/forks has such edits as patches, and says what some of them need elsewhere. Another kind of
 critic is another file that writes ranked candidates, such as variants/value_critic.py.
@@ -46,9 +47,10 @@ Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary.
 
 Differences from the paper: none in the equations. From the official code (in brackets: the flag
 that restores it): the mean is per turn, not over the trajectory (`--normalise trajectory`); the NLL
-term of the paper's Table 5 is on (`--nll 0`); the end-of-turn token is scored; long dialogues lose
-their oldest turns, not their answer; the ranking's reference also sees the solution (`--reference
-plain`).
+term of the paper's Table 5 is on (`--nll 0`); the solution stands in the request, not before the
+first token; the end-of-turn token is scored; long dialogues lose their oldest turns, not their
+answer; the ranking's reference also sees the solution (`--reference plain`). docs/differences.md
+has the rest.
 """
 
 import dataclasses
@@ -61,7 +63,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, request_index, succeeded
 from formats.ranking import rank_states
-from formats.read import group_by_task, load_episodes, read_candidates, solution_of, what_fits
+from formats.read import fits_in_words, group_by_task, load_episodes, read_candidates, solution_of
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
 from runtime.processes import launch
@@ -170,7 +172,7 @@ class Row:
     @property
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it: rows of similar
-        length need little padding, and the candidates of a state, which share it, stay together.
+        length need little padding, and the candidates of a state stay together, for --packed.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -226,7 +228,7 @@ def critic_objective(model, pairs, beta, nll, normalise):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = advantage(logprobs, reference, tokens, normalise).chunk(2)  # (B, S) each
-    margin = beta * (chosen.sum(1) - rejected.sum(1))  # as in Eq. (2), logged whatever the loss
+    margin = beta * (chosen.sum(1) - rejected.sum(1))  # sigma's argument in Eq. (2), only logged
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
     chosen_nll = row_nll[:len(pairs)]  # (B,)
     return {"loss": critic_loss(chosen, rejected, beta) + nll * chosen_nll,
@@ -329,11 +331,11 @@ def train(args):
 
     # pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model)
-    episodes, failed = load_episodes(args.episodes)
+    episodes, omitted = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length, args.privileged)
-    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
-    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({failed} failed"
+    fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
+    run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({omitted} failed"
             f" ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
@@ -341,7 +343,7 @@ def train(args):
     run.refuse_unequal_data([row.ids for row in rows])  # all processes must have read the same
 
     # the critic. Its weights are those of pi_ref until run.resume below, so no second model is
-    # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute
+    # needed. open_to_train removes dropout and shards (FSDP2): fp32 weights, on GPUs bf16 compute
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -376,7 +378,7 @@ def train(args):
                     metrics = critic_objective(model, mine, args.beta, nll=0.0,
                                                normalise=args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
-        # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
+        # a line of metrics.jsonl: these numbers, and the means over pairs of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer)
@@ -412,7 +414,7 @@ class Critic:
         # plain, as in the official ranking: the reference does not see the solution
         self.reference_sees = "none" if reference == "plain" else self.privileged
         self.tokenizer = load_tokenizer(path)
-        self.model, self.reference = open_with_reference(
+        self.model, self.reference_model = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
 
     def advantages(self, task, messages, texts, finished):
@@ -424,7 +426,7 @@ class Critic:
                 task, messages, texts, finished, self.reference_sees)
         if rows is None or reference_rows is None:
             return None
-        advantages = self.turn_advantages(rows, reference_rows)  # (R, 1); (R, 0) if all are empty
+        advantages = self.turn_advantages(rows, reference_rows)  # (R, 1); (R, 0) without a token
         return advantages.sum(1).tolist()
 
     def candidate_rows(self, task, messages, texts, finished, privileged):
@@ -438,7 +440,7 @@ class Critic:
     def turn_advantages(self, rows, reference_rows=None):
         """Each turn's advantage, (R, S); the reference reads `reference_rows` instead, if given."""
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
-        reference, _ = turn_logprobs(self.reference, reference_rows or rows)
+        reference, _ = turn_logprobs(self.reference_model, reference_rows or rows)
         advantages = advantage(logprobs, reference, tokens, self.normalise)
         found = advantages[~advantages.isfinite()]
         if len(found):
@@ -462,7 +464,7 @@ def rank(args):
     def open_critic(device):
         return Critic(args.output, device, args.dtype, args.reference)
 
-    rank_states(args, open_critic, {"reference": args.reference})
+    rank_states(args, open_critic, flags={"reference": args.reference})  # `flags`: for its record
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,8 @@ With --episodes, this script is multi-turn DPO, a baseline: the same loss on who
         --pairs success_vs_failure --shuffle groups --batch_size 24 --micro_batch_size 24 \
         --lr 1e-3 --beta 0.3 --nll 10 --epochs 12
 
-The defaults are the paper's, for an 8B model. The tiny toy/base needs the values shown with it.
+The defaults are for an 8B model, with the numbers of the paper's Table 5. The tiny toy/base needs
+the values shown with it.
 
 Reads episodes, or the ranked candidates of any ranker, one state a line:
 
@@ -42,8 +43,10 @@ set_reference, learning_rate and plan_batches here: tests/test_twins.py keeps th
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws
-one (`--pairs_per_state 1`). From the official code: the NLL term covers agent tokens only;
-candidates that were cut at the token limit get no end-of-turn token; equal texts are never a pair.
+one (`--pairs_per_state 1`). From the official code: no pair is drawn twice, and equal texts are
+never a pair; the NLL term covers agent tokens only; candidates that were cut at the token limit get
+no end-of-turn token; long dialogues lose their oldest turns, not their end. docs/differences.md has
+the rest.
 """
 
 import dataclasses
@@ -56,7 +59,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, succeeded
 from formats.read import (
-    custom_prompt, group_by_task, load_episodes, read_candidates, state_key, what_fits)
+    custom_prompt, fits_in_words, group_by_task, load_episodes, read_candidates, state_key)
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
@@ -161,7 +164,7 @@ class Row:
     @property
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it: rows of similar
-        length need little padding, and the candidates of a state, which share it, stay together.
+        length need little padding, and the candidates of a state stay together, for --packed.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -173,6 +176,7 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
+        # the texts as they were sampled: the critic has read them stripped
         encoded = encode_candidates(tokenizer, state["messages"], state["candidates"],
                                     state["finished"], max_length)
         if encoded is None:  # the longest does not fit
@@ -233,7 +237,7 @@ def dpo_objective(model, pairs, beta, nll):
     logprobs, tokens = turn_logprobs(model, rows)  # (R, S) each; a candidate is one turn
     reference = pad_sequence([row.reference for row in rows], batch_first=True).to(logprobs)
     chosen, rejected = (logprobs - reference).sum(1).chunk(2)  # (B,) each
-    margin = beta * (chosen - rejected)  # as in Eq. (4), logged whatever the loss
+    margin = beta * (chosen - rejected)  # sigma's argument in Eq. (4), only logged
     row_nll = -logprobs.sum(1) / tokens.sum(1).clamp(min=1)  # mean over the agent's tokens, (R,)
     chosen_nll = row_nll[:len(pairs)]  # (B,)
     return {"loss": dpo_loss(chosen, rejected, beta) + nll * chosen_nll,
@@ -285,7 +289,7 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 
 
 def read_candidate_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per state; the agent's instructions, None for the domain's own)."""
+    """(pairs of rows, one list per state; the agent's instructions to save, or None)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
     groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
                                        args.max_length, args.seed)
@@ -304,13 +308,13 @@ def read_candidate_pairs(tokenizer, args, run):
 
 
 def read_episode_pairs(tokenizer, args, run):
-    """(pairs of rows, one list per task; the agent's instructions, None for the domain's own)."""
-    episodes, failed = load_episodes(args.episodes)
+    """(pairs of rows, one list per task; the agent's instructions to save, or None)."""
+    episodes, omitted = load_episodes(args.episodes)
     for episode in episodes:
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
     groups = list(dialogue_pairs(episodes, args.pairs, args.margin).values())
-    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
-    run.say(f"{len(episodes)} episodes of {len(groups)} tasks ({failed} failed ones omitted):"
+    fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
+    run.say(f"{len(episodes)} episodes of {len(groups)} tasks ({omitted} failed ones omitted):"
             f" {sum(map(len, groups))} pairs; {fits}")
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
@@ -340,7 +344,7 @@ def main(args):
     run.refuse_unequal_data([row.ids for row in rows])  # all processes must have read the same
 
     # the policy. Its weights are those of pi_ref until run.resume below, so no second model is
-    # needed. Dropout is 0; on GPUs, FSDP2 wraps each layer, with fp32 weights and bf16 compute
+    # needed. open_to_train removes dropout and shards (FSDP2): fp32 weights, on GPUs bf16 compute
     model = open_to_train(args, run)
     set_reference(model, rows, run, 2 * args.micro_batch_size)  # a pair is two rows
 
@@ -367,7 +371,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
 
-        # a line of metrics.jsonl: these numbers, and the sums of what `add` was given
+        # a line of metrics.jsonl: these numbers, and the means over pairs of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm})
         run.save_state_if_due(step + 1, model, optimizer)
     run.save(model, tokenizer, agent_prompt)  # collect.py plays the policy with this prompt

@@ -53,7 +53,7 @@ def complete_task(row, where="task"):
     content = "\0".join((row["problem_description"], solution))
     digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     task = {"task_id": digest, "hidden_information": solution} | row
-    DOMAINS[task["domain"]].complete(task, where)
+    DOMAINS[task["domain"]].check_task(task, where)
     return task
 
 
@@ -169,7 +169,7 @@ def load_episodes(paths):
     return sound, len(episodes) - len(sound)
 
 
-def what_fits(rows, max_length):
+def fits_in_words(rows, max_length):
     """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
     shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
     if not shorter and not omitted:

@@ -420,7 +420,7 @@ def bench_scoring(world, quick, repeats):
     @torch.no_grad()
     def peer():
         sums = []
-        for model in (critic.model, critic.reference):
+        for model in (critic.model, critic.reference_model):
             scores = [full_logprobs(model, row, [(0, len(row.ids))])[0] for row in rows]
             sums.append(torch.stack(scores)[:, None])
         tokens = torch.tensor([[sum(turn >= 0 for turn in row.turn_index)] for row in rows])

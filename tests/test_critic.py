@@ -513,7 +513,7 @@ def test_the_rankings_reference_sees_the_solution_unless_it_is_plain(trained):
     privileged, plain = (Critic(trained / "critic", "cpu", reference=name)
                          for name in ("privileged", "plain"))
     for critic in (privileged, plain):
-        critic.model = critic.reference  # untrained: only the solution can tell the two apart
+        critic.model = critic.reference_model  # untrained: only the solution can tell the two apart
     assert privileged.advantages(*arguments) == pytest.approx([0.0], abs=1e-6)
     assert abs(plain.advantages(*arguments)[0]) > 1e-3
 

@@ -104,10 +104,10 @@ def test_ranking_by_the_matrices_holds_one_model_and_equals_ranking_by_the_merge
     texts, finished = ["what?", "so", "x"], [True, True, False]
     arguments = (task, dialogue("t"), texts, finished)
     critic = Critic(trained / "critic", "cpu")
-    assert critic.model is critic.reference.model
+    assert critic.model is critic.reference_model.model
     one = critic.advantages(*arguments)
     critic.model = load_model(str(trained / "critic"))
-    critic.reference = load_model(
+    critic.reference_model = load_model(
         json.loads((trained / "critic/run.json").read_text())["flags"]["model"])
     assert one == pytest.approx(critic.advantages(*arguments), abs=1e-5)
     assert max(map(abs, one)) > 1e-3

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from colbench import succeeded
-from formats.read import custom_prompt, load_episodes, what_fits
+from formats.read import custom_prompt, fits_in_words, load_episodes
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
@@ -52,7 +52,7 @@ def main(args):
     episodes, failed = load_episodes(args.episodes)
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
-    fits = what_fits(rows, args.max_length)
+    fits = fits_in_words(rows, args.max_length)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
             f" {fits}")

@@ -34,7 +34,7 @@ from transformers import AutoModelForTokenClassification
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
 from formats.ranking import rank_states
-from formats.read import MOST_REWARD, load_episodes, read_candidates, what_fits
+from formats.read import MOST_REWARD, fits_in_words, load_episodes, read_candidates
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train)
@@ -185,7 +185,7 @@ def train(args):
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
     for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar_args):
         episode["row"] = reader.dialogue_row(episode)
-    fits = what_fits([episode["row"] for episode in episodes], args.max_length)
+    fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
