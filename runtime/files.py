@@ -108,14 +108,15 @@ class ResumableJsonl:
     `key(row)` identifies a row. Each rank appends to a file of its own, FILE.rank0 and so on, since
     network file systems cannot append to one file from several machines. At the end, the leader
     merges them into FILE, which therefore exists only when it is finished. At the start, it merges
-    all that an unfinished run left, with any number of ranks, into FILE.rank0. A finished FILE
-    stays until the first new row is appended. Rows with an `error` are dropped, to be made again.
+    all that an unfinished run left, with any number of ranks, into FILE.rank0. Rows with an `error`
+    are dropped, to be made again. A finished FILE stays until the first new row without an error.
     """
 
     def __init__(self, path, key, process):
         self.path, self.key, self.process = Path(path), key, process
         self.part = Path(f"{path}.rank{process.rank}")
         self.lock = threading.Lock()  # threads append rows
+        self.failed_again = []  # rows with an error, as long as FILE of an earlier run stays
         if process.leads and self.parts(path):
             rows = [row for row in self.whole_rows(path) if not row.get("error")]
             self._merge({key(row): row for row in rows}.values(), self.part)
@@ -129,20 +130,29 @@ class ResumableJsonl:
         return [key for key in share if key not in self.rows]
 
     def append(self, row):
-        line = (json.dumps(row) + "\n").encode()
         with self.lock:
-            if self.process.leads and self.path.exists():  # finished by an earlier run
-                write_jsonl(self.part, self.rows.values())
-                self.path.unlink()
-            with open(self.part, "ab", buffering=0) as file:
-                if file.write(line) != len(line):
-                    raise OSError(f"{self.part}: only part of a line could be written")
+            if self.path.exists():  # finished by an earlier run
+                if row.get("error"):
+                    self.failed_again.append(row)
+                    return
+                if self.process.leads:
+                    write_jsonl(self.part, self.rows.values())
+                    self.path.unlink()
+            self._write(row)
+
+    def _write(self, row):
+        line = (json.dumps(row) + "\n").encode()
+        with open(self.part, "ab", buffering=0) as file:
+            if file.write(line) != len(line):
+                raise OSError(f"{self.part}: only part of a line could be written")
 
     def finish(self, order):
         """Merge the ranks' files, in the order of the keys in `order`: same command, same bytes.
 
         The leader gets the rows, other ranks none. A row that is missing is an error.
         """
+        for row in self.failed_again:
+            self._write(row)
         self.process.barrier()
         ordered = []
         if self.process.leads:

@@ -36,8 +36,14 @@ SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Parameters that some servers refuse (OpenAI's reasoning models the first two, Mistral the third),
 # each with what takes its place there (None: nothing)
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
-UNSUPPORTED = re.compile("unsupported|not support|not permitted", re.IGNORECASE)
+UNSUPPORTED = re.compile(
+    "unsupported|not support|not permitted|unrecognized|unknown|cannot both", re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
+QUOTA_PAUSES = 50  # `pause`s after a 429 that names no time: most quotas are those of a minute
+# reasons for which a text is not whole, and those for which it is none
+CUT = ("length", "model_length", "max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
+FAILED = ("error", "abort", "content_filter", "sensitive", "network_error",
+          "insufficient_system_resource")
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
 MAX_NAMES = 20  # model names in a message
@@ -190,12 +196,17 @@ class ServerSpeaker(Speaker):
                 return json.loads(read_within(response, timeout))
         except urllib.error.HTTPError as error:
             with error:
-                detail = error.read(1 << 16).decode(errors="replace")
+                detail = read_within(error, timeout).decode(errors="replace")
             detail = " ".join(detail.split())  # pages of proxies have many lines
+            if "Location" in error.headers:  # a redirect
+                detail += f" (moved to {error.headers['Location']})"
             reason = f"HTTP {error.code}: {self._shown(detail)}"
             permanent = error.code == 501  # some servers say so where others say 404
             if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
-                raise Unavailable(reason, retry_after(error)) from None
+                seconds = retry_after(error)
+                if error.code == 429 and "Retry-After" not in error.headers:
+                    seconds = QUOTA_PAUSES * self.pause
+                raise Unavailable(reason, seconds) from None
             if error.code in WRONG_ADDRESS_STATUS:
                 raise WrongAddress(reason) from None
             raise SpeakerError(reason, refused=error.code in REFUSED_STATUS) from None
@@ -309,7 +320,7 @@ def read_within(response, seconds):
 def retry_after(error):
     """The seconds that an HTTPError asks to wait; 0 if it names none, or a date."""
     seconds = error.headers.get("Retry-After", "").strip()
-    if not (seconds.isascii() and seconds.isdecimal()):
+    if not re.fullmatch(r"\d+(\.\d+)?", seconds, re.ASCII):
         return 0
     return min(float(seconds), MAX_RETRY_AFTER)
 
@@ -324,27 +335,35 @@ def refused_parameter(reason, body):
 
 def utterances_of(answer):
     """What an answer to /chat/completions says; an error if it has no text."""
-    if "choices" not in answer and "error" in answer:
-        raise ValueError(f"an error in place of an answer: {answer['error']}")
-    choices = answer["choices"]
+    choices = answer.get("choices") or []
+    reasons = [choice.get("finish_reason") for choice in choices]
+    error = answer.get("error") or next(
+        (choice["error"] for choice in choices if choice.get("error")), None)
+    if error or set(reasons) & set(FAILED):
+        raise ValueError(f"an error in place of an answer: {error or reasons}")
     if not choices:
         raise ValueError("an answer without choices")
-    texts = [text_of(choice) for choice in choices]
+    details = (answer.get("usage") or {}).get("completion_tokens_details") or {}
+    texts = [text_of(choice, details.get("reasoning_tokens")) for choice in choices]
     if not all_texts(texts):
         raise ValueError("an answer without text")
     return [Utterance(text.encode(errors="replace").decode(),  # without halves of surrogate pairs
-                      choice.get("finish_reason") != "length")
-            for text, choice in zip(texts, choices, strict=True)]
+                      reason not in CUT)
+            for text, reason in zip(texts, reasons, strict=True)]
 
 
-def text_of(choice):
-    """The text of a choice, None if it has none."""
+def text_of(choice, has_thought):
+    """The text of a choice, None if it has none. `has_thought`: in tokens that are not shown."""
     message, reason = choice["message"], choice.get("finish_reason")
     content = message.get("content")
-    if isinstance(content, list):  # the format allows parts
-        content = "".join(part["text"] for part in content)
-    if reason == "length" and not (content or "").strip():
-        parsed_away = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(content, list):  # the format allows parts, of which some are thoughts
+        texts = [part["text"] for part in content if part.get("type", "text") == "text"]
+        has_thought = has_thought or len(texts) < len(content)
+        content = "".join(texts)
+    if not content and message.get("refusal"):
+        content = message["refusal"]  # the API has it in a key of its own
+    if reason in CUT and not (content or "").strip():
+        parsed_away = message.get("reasoning_content") or message.get("reasoning") or has_thought
         if content is None or parsed_away:
             return THOUGHTS  # which were cut
     if content is None and reason == "stop":

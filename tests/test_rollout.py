@@ -333,6 +333,18 @@ def test_a_file_exists_only_when_it_is_finished_however_often_its_run_was_killed
     assert store(path).finish([0, 1]) == [{"key": 0}, {"key": 1}]
 
 
+def test_a_finished_file_stays_while_a_rerun_only_fails_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line(0) + line(1, error="x") + line(2, error="x"))
+    finished = path.read_text()
+    rerun = store(path)
+    rerun.append({"key": 1, "error": "y"})  # then its server is given up
+    assert names(tmp_path) == ["rows.jsonl"] and path.read_text() == finished
+    rerun.append({"key": 2})
+    assert rerun.finish([0, 1, 2]) == [{"key": 0}, {"key": 1, "error": "y"}, {"key": 2}]
+    assert names(tmp_path) == ["rows.jsonl"]
+
+
 def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_path):
     path = tmp_path / "rows.jsonl"
     for name in ("rows.jsonl.ranked", "rows.jsonl.rank0.bak"):

@@ -19,7 +19,7 @@ from runtime.names import check_spec
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
 from speakers.pool import run as run_jobs
-from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker, opener_for
+from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker, opener_for, utterances_of
 
 # -----------------------------------------------------------------------------
 # The speaker
@@ -74,11 +74,18 @@ def test_a_host_that_refuses_urllibs_own_name_answers():
         assert ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0].finished
 
 
+REFUSALS = {  # of OpenAI's reasoning models, of Claude behind Bedrock, of Gemini and older Azure
+    "max_tokens": "Unsupported parameter: 'max_tokens'.",
+    "top_p": "`temperature` and `top_p` cannot both be specified for this model",
+    "seed": 'Unknown name "seed": Cannot find field. Unrecognized request argument supplied: seed',
+}
+
+
 def reasoning_model(handler, body):
-    """Refuses what OpenAI's reasoning models and Mistral's API refuse."""
-    for name in ("max_tokens", "top_p", "seed"):
+    """Refuses what some hosts refuse."""
+    for name, words in REFUSALS.items():
         if name in body:
-            return handler.reply(400, f"Unsupported parameter: '{name}'.".encode())
+            return handler.reply(400, words.encode())
     return handler.choose({"content": str(body["max_completion_tokens"])})
 
 
@@ -145,12 +152,41 @@ THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
     (THOUGHT | {"content": ""}, "length", None), (THOUGHT | {"content": "\n"}, "length", None),
     (THOUGHT | {"content": ""}, "stop", ""), ({"content": ""}, "length", ""),
     ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "stop", "ab"),
+    ({"content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": "a"}]}, "stop",
+     "a"),
+    ({"content": [{"type": "thinking", "thinking": []}]}, "model_length", None),
+    ({"content": "a"}, "max_tokens", "a"), ({"content": None, "refusal": "I cannot"}, "stop",
+                                            "I cannot"),
 ])
 def test_no_content_is_a_rest_of_cut_thoughts_or_an_empty_text(impatient, message, reason, text):
     with running(echo, say=lambda handler, body: handler.choose(message, reason)) as server:
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.finished == (reason == "stop")
     assert without_thoughts(utterance.text) == text
+
+
+def test_an_empty_text_after_thoughts_that_are_not_shown_is_a_rest_of_cut_thoughts():
+    choice = {"message": {"content": ""}, "finish_reason": "length"}
+    usage = {"completion_tokens_details": {"reasoning_tokens": 400}}
+    utterance, = utterances_of({"choices": [choice], "usage": usage})
+    assert without_thoughts(utterance.text) is None
+    utterance, = utterances_of({"choices": [choice], "usage": {"completion_tokens": 0}})
+    assert utterance.text == ""
+
+
+@pytest.mark.parametrize("choice", [
+    *({"finish_reason": reason} for reason in ("error", "abort", "content_filter")),
+    {"finish_reason": "stop", "error": {"message": "no"}},
+])
+def test_a_text_that_the_server_calls_failed_is_asked_for_again(impatient, choice):
+    def say(handler, body):
+        whole = {"message": {"content": "half a"}} | choice
+        return handler.server.calls == 1 and handler.reply(
+            200, json.dumps({"choices": [whole]}).encode())
+
+    with running(echo, say=say) as server:
+        (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
+    assert utterance.text != "half a" and utterance.finished and server.calls == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -263,6 +299,7 @@ def paused(monkeypatch):
 @pytest.mark.parametrize("status, retry_after, asked", [
     (429, "1", 1),
     (429, "59", 59),
+    (429, "0.5", 0.5),
     (503, " 7 ", 7),
     (503, "3600", 60),  # nobody waits an hour
     (429, "0", 0),
@@ -278,6 +315,14 @@ def test_a_server_that_asks_to_wait_some_seconds_is_asked_again_after_them(
         pauses = paused(monkeypatch)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
     assert len(pauses) == 1 and asked < pauses[0] <= asked + speaker.pause
+
+
+def test_a_server_whose_quota_is_used_up_is_asked_again_for_more_than_a_minute(monkeypatch):
+    with running(echo, fault_rate=1.0, fault="429") as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), timeout=1e9)
+        pauses = paused(monkeypatch)
+        ask_all(speaker, CONVERSATIONS[:1])
+    assert sum(pauses) > 60
 
 
 def test_the_pause_before_each_further_try_is_twice_as_long(monkeypatch):
