@@ -36,8 +36,8 @@ To change                          edit
 variants/best_of_n.py shows how to put something between agent and dialogue.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
-the official ones). From the official code: answers are graded in a sandbox, without its quirks
-(`--judge official`); the human sees the dialogue as a chat with the roles swapped; in page tasks,
+the official ones). From the official code: answers are graded without its grader's quirks (`--judge
+official` has them); the human sees the dialogue as a chat with the roles swapped; in page tasks,
 the agent also sees its earlier plans, which stand before "OUTPUT:". docs/differences.md has the
 rest.
 """

@@ -43,10 +43,10 @@ set_reference, learning_rate and plan_batches here: tests/test_twins.py keeps th
 Letters in shapes: B pairs, R rows, S turns, T tokens, V vocabulary, N candidates.
 
 Difference from the paper: four pairs are drawn in a state, as in the official code; the paper draws
-one (`--pairs_per_state 1`). From the official code: no pair is drawn twice, and equal texts are
-never a pair; the NLL term covers agent tokens only; candidates that were cut at the token limit get
-no end-of-turn token; long dialogues lose their oldest turns, not their end. docs/differences.md has
-the rest.
+one (`--pairs_per_state 1`). From the official code: no two candidates are paired twice, and equal
+texts are never a pair; the NLL term covers agent tokens only; candidates that were cut at the token
+limit get no end-of-turn token; long dialogues lose their oldest turns, not their end.
+docs/differences.md has the rest.
 """
 
 import dataclasses

@@ -109,7 +109,8 @@ class ResumableJsonl:
     network file systems cannot append to one file from several machines. At the end, the leader
     merges them into FILE, which therefore exists only when it is finished. At the start, it merges
     all that an unfinished run left, with any number of ranks, into FILE.rank0. Rows with an `error`
-    are dropped, to be made again. A finished FILE stays until the first new row without an error.
+    are dropped, to be made again. A finished FILE stays until the leader's first new row without an
+    error, or until `finish`.
     """
 
     def __init__(self, path, key, process):
@@ -151,6 +152,7 @@ class ResumableJsonl:
 
         The leader gets the rows, other ranks none. A row that is missing is an error.
         """
+        self.process.barrier()  # no rank has given up: from here on, FILE is made anew
         for row in self.failed_again:
             self._write(row)
         self.process.barrier()

@@ -33,13 +33,13 @@ REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
 # what reading an answer raises if its body makes no sense
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-# Parameters that some servers refuse (OpenAI's reasoning models the first two, Mistral the third),
-# each with what takes its place there (None: nothing)
+# Parameters that some servers refuse (max_tokens: OpenAI's reasoning models; top_p: these, and
+# Claude beside a temperature; seed: Mistral, Gemini), each with what takes its place, if anything
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
 UNSUPPORTED = re.compile(
     "unsupported|not support|not permitted|unrecognized|unknown|cannot both", re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
-QUOTA_PAUSES = 50  # `pause`s after a 429 that names no time: most quotas are those of a minute
+QUOTA_PAUSES = 50  # `pause`s after a 429 without Retry-After: most quotas are those of a minute
 # reasons for which a text is not whole, and those for which it is none
 CUT = ("length", "model_length", "max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
 FAILED = ("error", "abort", "content_filter", "sensitive", "network_error",
@@ -199,7 +199,7 @@ class ServerSpeaker(Speaker):
                 detail = read_within(error, timeout).decode(errors="replace")
             detail = " ".join(detail.split())  # pages of proxies have many lines
             if "Location" in error.headers:  # a redirect
-                detail += f" (moved to {error.headers['Location']})"
+                detail = f"moved to {error.headers['Location']} ({detail})"
             reason = f"HTTP {error.code}: {self._shown(detail)}"
             permanent = error.code == 501  # some servers say so where others say 404
             if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
@@ -336,20 +336,23 @@ def refused_parameter(reason, body):
 def utterances_of(answer):
     """What an answer to /chat/completions says; an error if it has no text."""
     choices = answer.get("choices") or []
-    reasons = [choice.get("finish_reason") for choice in choices]
-    error = answer.get("error") or next(
-        (choice["error"] for choice in choices if choice.get("error")), None)
-    if error or set(reasons) & set(FAILED):
-        raise ValueError(f"an error in place of an answer: {error or reasons}")
+    if answer.get("error"):
+        raise ValueError(f"an error in place of an answer: {answer['error']}")
     if not choices:
         raise ValueError("an answer without choices")
+    faults = [choice.get("error") or (choice.get("finish_reason") in FAILED
+                                      and choice["finish_reason"]) for choice in choices]
+    if all(faults):
+        raise ValueError(f"an error in place of an answer: {faults[0]}")
+    # `_answer` asks for those that are missing
+    choices = [choice for choice, fault in zip(choices, faults, strict=True) if not fault]
     details = (answer.get("usage") or {}).get("completion_tokens_details") or {}
     texts = [text_of(choice, details.get("reasoning_tokens")) for choice in choices]
     if not all_texts(texts):
         raise ValueError("an answer without text")
     return [Utterance(text.encode(errors="replace").decode(),  # without halves of surrogate pairs
-                      reason not in CUT)
-            for text, reason in zip(texts, reasons, strict=True)]
+                      choice.get("finish_reason") not in CUT)
+            for text, choice in zip(texts, choices, strict=True)]
 
 
 def text_of(choice, has_thought):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import types
 
 import pytest
 from chat_server import running, small_talk
@@ -288,6 +289,10 @@ def store(path):
     return ResumableJsonl(path, lambda row: row["key"], ALONE)
 
 
+def interrupted():
+    raise KeyboardInterrupt
+
+
 def names(folder):
     return sorted(file.name for file in folder.iterdir())
 
@@ -340,8 +345,17 @@ def test_a_finished_file_stays_while_a_rerun_only_fails_again(tmp_path):
     rerun = store(path)
     rerun.append({"key": 1, "error": "y"})  # then its server is given up
     assert names(tmp_path) == ["rows.jsonl"] and path.read_text() == finished
+    rerun.append({"key": 2, "error": "y"})
+    with pytest.raises(KeyboardInterrupt):  # another rank's, which has given up
+        rerun.process = types.SimpleNamespace(barrier=interrupted, leads=True)
+        rerun.finish([0, 1, 2])
+    assert names(tmp_path) == ["rows.jsonl"] and path.read_text() == finished
+    rerun.process = ALONE
+    assert [row.get("error") for row in rerun.finish([0, 1, 2])] == [None, "y", "y"]
+    rerun = store(path)
+    rerun.append({"key": 1, "error": "z"})
     rerun.append({"key": 2})
-    assert rerun.finish([0, 1, 2]) == [{"key": 0}, {"key": 1, "error": "y"}, {"key": 2}]
+    assert rerun.finish([0, 1, 2]) == [{"key": 0}, {"key": 1, "error": "z"}, {"key": 2}]
     assert names(tmp_path) == ["rows.jsonl"]
 
 

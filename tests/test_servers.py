@@ -19,7 +19,8 @@ from runtime.names import check_spec
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
 from speakers.pool import run as run_jobs
-from speakers.server import MAX_FAILURES_IN_A_ROW, ServerSpeaker, opener_for, utterances_of
+from speakers.server import (
+    MAX_FAILURES_IN_A_ROW, ServerSpeaker, opener_for, refused_parameter, utterances_of)
 
 # -----------------------------------------------------------------------------
 # The speaker
@@ -97,6 +98,15 @@ def test_a_parameter_that_a_server_refuses_is_renamed_or_left_out(impatient):
         before = server.calls
         ask_all(speaker, CONVERSATIONS[:3])
         assert server.calls == before + 3  # it is not asked with them again
+
+
+@pytest.mark.parametrize("reason", [
+    "Unsupported parameter: 'seed'.", "'seed' is not supported with this model",
+    "seed: Extra inputs are not permitted", 'Unknown name "seed": Cannot find field.',
+    "Unrecognized request argument supplied: seed",
+    "`temperature` and `seed` cannot both be specified for this model"])
+def test_every_word_for_a_refusal_names_the_parameter(reason):
+    assert refused_parameter(reason, {"seed": 0}) == "seed"
 
 
 def test_a_refusal_that_no_substitute_mends_changes_no_later_request(impatient):
@@ -187,6 +197,20 @@ def test_a_text_that_the_server_calls_failed_is_asked_for_again(impatient, choic
     with running(echo, say=say) as server:
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert utterance.text != "half a" and utterance.finished and server.calls == 2
+
+
+def test_of_several_texts_only_those_that_failed_are_asked_for_again(impatient):
+    def say(handler, body):
+        if handler.server.calls > 1:
+            return False
+        choices = [{"message": {"content": text}, "finish_reason": reason} for text, reason in
+                   (("first", "stop"), ("half a", "content_filter"), ("third", "length"))]
+        return handler.reply(200, json.dumps({"choices": choices}).encode())
+
+    with running(echo, say=say) as server:
+        utterances, = ask_all(load_speaker(server.url), CONVERSATIONS[:1], n=3)
+    assert utterances[:2] == [Utterance("first", True), Utterance("third", False)]
+    assert len(utterances) == 3 and utterances[2].finished and server.calls == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -563,9 +587,9 @@ def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
         headers = [("Location", other.url + "/models")]
 
         def move(handler, body=None):
-            return handler.reply(302, b"", headers=headers)
+            return handler.reply(302, b"moved " * 100, headers=headers)
 
         with running(echo, say=move, get=move) as server:
             speaker = load_speaker(server.url)
-            assert "HTTP 302" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
+            assert f"HTTP 302: moved to {other.url}" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
         assert other.seen_keys == set()

@@ -49,12 +49,12 @@ def main(args):
     if run.complete:
         return
     tokenizer = load_tokenizer(args.model)
-    episodes, failed = load_episodes(args.episodes)
+    episodes, omitted = load_episodes(args.episodes)
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
     fits = fits_in_words(rows, args.max_length)
     rows = [row for row in rows if row]
-    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted): {len(rows)} to learn from;"
+    run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted): {len(rows)} to learn from;"
             f" {fits}")
     if not rows:
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"

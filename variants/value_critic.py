@@ -181,12 +181,12 @@ def train(args):
         return
     run.remove("ranked.jsonl", "ranked.jsonl.r*")  # left by this critic after fewer steps
     reader = Reader(args.model, args.privileged, args.max_length)
-    episodes, failed = load_episodes(args.episodes)
+    episodes, omitted = load_episodes(args.episodes)
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
     for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar_args):
         episode["row"] = reader.dialogue_row(episode)
     fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
-    run.say(f"{len(episodes)} episodes ({failed} failed ones omitted); {fits}")
+    run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted); {fits}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
