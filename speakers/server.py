@@ -340,8 +340,7 @@ def utterances_of(answer):
         raise ValueError(f"an error in place of an answer: {answer['error']}")
     if not choices:
         raise ValueError("an answer without choices")
-    faults = [choice.get("error") or (choice.get("finish_reason") in FAILED
-                                      and choice["finish_reason"]) for choice in choices]
+    faults = [fault_of(choice) for choice in choices]
     if all(faults):
         raise ValueError(f"an error in place of an answer: {faults[0]}")
     # `_answer` asks for those that are missing
@@ -353,6 +352,14 @@ def utterances_of(answer):
     return [Utterance(text.encode(errors="replace").decode(),  # without halves of surrogate pairs
                       choice.get("finish_reason") not in CUT)
             for text, choice in zip(texts, choices, strict=True)]
+
+
+def fault_of(choice):
+    """What the server says has gone wrong with a choice, or None."""
+    if choice.get("error"):
+        return choice["error"]
+    reason = choice.get("finish_reason")
+    return reason if reason in FAILED else None
 
 
 def text_of(choice, has_thought):
