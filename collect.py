@@ -56,8 +56,7 @@ from runtime.record import open_rows
 from runtime.seeds import derive_seed
 from speakers.fill import fill, print_summary, show_bug
 from speakers.interface import Request, SpeakerError
-from speakers.roles import (
-    open_agent, open_human, open_judge, read_tasks_and_prompts, refuse_unused)
+from speakers.roles import open_agent, open_parties, read_tasks_and_prompts, refuse_unused
 
 # -----------------------------------------------------------------------------
 # The game
@@ -198,10 +197,9 @@ def collect_episodes(args, process):
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human), may_differ=["batch_size"])
     if store.missing(jobs):
-        with open_judge(args, domain) as judge:
+        with open_parties(args, process, domain) as (agent, human, judge):
             played_by = {"agent": args.agent, "human": args.human_model or args.human,
                          "judge": judge.flags}
-            human, agent = open_human(args, process, domain), open_agent(args, process)
 
             def work(key):
                 _, sample = key

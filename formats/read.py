@@ -331,13 +331,11 @@ def check_history(history, where, in_turn=True):
 def check_lists(state, ranked, where):
     """Refuse candidates whose lists differ in length, or hold other things than they should."""
     names = ["candidates", "finished"]
-    # the messages have to be a dialogue after which the agent can speak
-    roles = [message.get("role") for message in state["messages"] if isinstance(message, dict)
-             and isinstance(message.get("content"), str)]
     sound = (all(isinstance(text, str) for text in state["candidates"])
              and all(isinstance(flag, bool) for flag in state["finished"])
-             and len(roles) == len(state["messages"]) and "user" in roles
-             and all(isinstance(role, str) for role in roles))
+             and all(isinstance(message, dict) and isinstance(message.get("role"), str)
+                     and isinstance(message.get("content"), str) for message in state["messages"])
+             and any(message["role"] == "user" for message in state["messages"]))
     if ranked:
         names.append("advantages")
         sound = sound and all(type(value) in NUMBER and is_finite(value)

@@ -117,18 +117,15 @@ def open_agent(args, process):
         args.dtype))
 
 
-def open_human(args, process, domain):
-    return load_speaker(args.human, "human", SpeakerSettings(
-        args.human_model, args.human_temperature, args.human_max_new_tokens, args.batch_size,
-        process.device, args.dtype), pictures=domain.pages)
-
-
 @contextlib.contextmanager
-def open_judge(args, domain):
-    """The domain's judge, with its flags; while it works, models go on with other dialogues."""
+def open_parties(args, process, domain):
+    """Agent, human and judge of dialogues; while the judge works, models go on with others."""
     flags = {flag: getattr(args, flag) for flag in domain.flags}
     with domain.open_judge(**flags) as judge:
         # for the episodes; a protection changes no grade
         said = " ".join(f"--{flag} {value}" for flag, value in flags.items()
                         if flag != "require_protection" and value is not None)
-        yield JudgeElsewhere(judge, said)
+        human = load_speaker(args.human, "human", SpeakerSettings(
+            args.human_model, args.human_temperature, args.human_max_new_tokens, args.batch_size,
+            process.device, args.dtype), pictures=domain.pages)
+        yield open_agent(args, process), human, JudgeElsewhere(judge, said)

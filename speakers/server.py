@@ -334,24 +334,24 @@ def refused_parameter(reason, body):
 
 
 def utterances_of(answer):
-    """What an answer to /chat/completions says; an error if it has no text."""
+    """The texts of an answer to /chat/completions, without those that have failed; an error if it
+    has none. There may be fewer than were asked for.
+    """
     choices = answer.get("choices") or []
     if answer.get("error"):
         raise ValueError(f"an error in place of an answer: {answer['error']}")
     if not choices:
         raise ValueError("an answer without choices")
-    faults = [fault_of(choice) for choice in choices]
-    if all(faults):
-        raise ValueError(f"an error in place of an answer: {faults[0]}")
-    # `_answer` asks for those that are missing
-    choices = [choice for choice, fault in zip(choices, faults, strict=True) if not fault]
+    sound = [choice for choice in choices if not fault_of(choice)]
+    if not sound:
+        raise ValueError(f"an error in place of an answer: {fault_of(choices[0])}")
     details = (answer.get("usage") or {}).get("completion_tokens_details") or {}
-    texts = [text_of(choice, details.get("reasoning_tokens")) for choice in choices]
+    texts = [text_of(choice, details.get("reasoning_tokens")) for choice in sound]
     if not all_texts(texts):
         raise ValueError("an answer without text")
     return [Utterance(text.encode(errors="replace").decode(),  # without halves of surrogate pairs
                       choice.get("finish_reason") not in CUT)
-            for text, choice in zip(texts, choices, strict=True)]
+            for text, choice in zip(texts, sound, strict=True)]
 
 
 def fault_of(choice):

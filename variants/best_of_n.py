@@ -43,7 +43,7 @@ from speakers import load_speaker
 from speakers.fill import fill, print_summary
 from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings
 from speakers.pool import gather
-from speakers.roles import open_agent, open_human, open_judge, refuse_unused
+from speakers.roles import open_parties, refuse_unused
 from variants.value_critic import CRITIC_FLAGS, open_critic
 
 
@@ -152,11 +152,10 @@ def collect_episodes(args, process):
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human, scorer), may_differ=["batch_size"])
     if store.missing(jobs):
-        with open_judge(args, domain) as judge:
+        with open_parties(args, process, domain) as (sampled, human, judge):
             played_by = {"agent": args.agent, "human": args.human_model or args.human,
                          "judge": judge.flags, "best_of_n": args.n, "scorer": args.critic}
-            human = open_human(args, process, domain)
-            agent = BestOfN(open_agent(args, process), open_choice(args, process), args.n)
+            agent = BestOfN(sampled, open_choice(args, process), args.n)
 
             def work(key):
                 _, sample = key
