@@ -233,8 +233,10 @@ class ServerSpeaker(Speaker):
         if name is None:
             raise SystemExit(f"{self.url}: found {len(models)} models, expected the name of one of"
                              f" them: {listed(models)}; {NAME_FLAGS}")
-        if os.path.isdir(name):
-            return name  # `transformers serve` loads checkpoint directories that it does not list
+        # `transformers serve` loads checkpoint directories that it does not list, and APIs on the
+        # internet know further names for what they list, such as "models/NAME" without "models/"
+        if os.path.isdir(name) or not is_near(self.url):
+            return name
         raise SystemExit(f"{self.url}: found no model {name!r} on this server, expected one"
                          f" of: {listed(models)}; {NAME_FLAGS}")
 
@@ -271,16 +273,20 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def opener_for(url):
-    """What opens this server's addresses: directly if it runs on this machine or in its network,
-    where a proxy of the environment (http_proxy) would not find it.
-    """
+def is_near(url):
+    """Whether a server runs on this machine or in its network."""
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
-        near = ipaddress.ip_address(host).is_private  # so are 127.0.0.1, ::1 and 0.0.0.0
+        return ipaddress.ip_address(host).is_private  # so are 127.0.0.1, ::1 and 0.0.0.0
     except ValueError:
-        near = "." not in host  # localhost, node7
-    proxies = [urllib.request.ProxyHandler({})] if near else []
+        return "." not in host  # localhost, node7
+
+
+def opener_for(url):
+    """What opens a server's addresses: directly if it is near, where a proxy of the environment
+    (http_proxy) would not find it.
+    """
+    proxies = [urllib.request.ProxyHandler({})] if is_near(url) else []
     return urllib.request.build_opener(NoRedirects, *proxies)
 
 

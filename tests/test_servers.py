@@ -408,6 +408,23 @@ def test_each_party_is_asked_with_its_own_temperature_and_token_limit(impatient,
     assert sampled == {("agent", 0.7, 70, 1), ("human", 0.2, 20, 1)}
 
 
+def test_an_api_on_the_internet_is_asked_for_a_name_that_it_does_not_list(monkeypatch):
+    def list_models(handler):
+        assert handler.path == "http://api.example.com/v1/models"
+        return handler.reply(200, b'{"data": [{"id": "models/one"}, {"id": "models/two"}]}')
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with running(echo, get=list_models) as server:
+        monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))  # leads to this server
+        for name in ("one", "two:free"):
+            speaker = load_speaker("http://api.example.com/v1", settings=named(name))
+            ask_all(speaker, CONVERSATIONS[:2])
+        with pytest.raises(SystemExit, match="found 2 models, expected the name of one of them"):
+            load_speaker("http://api.example.com/v1")
+    assert server.seen_models == {"one", "two:free"}
+
+
 @pytest.mark.parametrize("name", [
     None, "Llama-3.1-8B-Instruct", "meta-llama/llama-3.1-8b-instruct", "out/sweet/", "gpt", ""])
 def test_no_name_among_several_models_or_an_unknown_one_is_a_sentence_with_the_names(name):
