@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from runtime.files import ResumableJsonl, write_atomically
@@ -18,6 +19,7 @@ from runtime.names import check_checkpoint, is_server
 
 RESUME = "resume"  # the folder of a run's training state, in its output
 RUNNERS = ("pytest", "__main__.py", "-c", "ipykernel_launcher.py")  # they run any script's `main`
+SEEN_WITHIN = 60  # seconds in which all nodes see a new file of a directory that they share
 COUNTS = ("num_tasks", "samples_per_task", "max_steps")  # a larger one continues what is there
 
 
@@ -59,6 +61,19 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
                "versions": {"python": platform.python_version()} | versions,
                "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
+    process.barrier()
+    refuse_unshared_directory(path)
+
+
+def refuse_unshared_directory(path):
+    """Refuse a node's own directory, in which the leader has not written its record."""
+    end = time.monotonic() + SEEN_WITHIN
+    while not path.is_file():
+        if time.monotonic() > end:
+            raise SystemExit(f"{path}: found on {platform.node()} no record that rank 0 has"
+                             " written, expected one directory that all nodes share; choose"
+                             " another --output")
+        time.sleep(1)
 
 
 def refuse_foreign_directory(path):

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import subprocess
+import threading
 import types
 from pathlib import Path
 
@@ -400,6 +401,21 @@ def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path)
     with pytest.raises(SystemExit, match=f"{tmp_path / 'model'}: found .*another --output"):
         claim_output(tmp_path / "model/run.json", flags, inputs, PROCESS, ())
     assert not (tmp_path / "model/run.json").exists()
+
+
+def test_a_node_waits_for_the_leaders_record_and_refuses_a_directory_of_its_own(
+        monkeypatch, tmp_path):
+    follower = Process(1, 1, "cpu")  # not the leader; in a world of 1 its barriers return at once
+    inputs, flags = critic_flags(tmp_path)
+    own, shared = tmp_path / "own/run.json", tmp_path / "shared/run.json"
+    monkeypatch.setattr("runtime.record.SEEN_WITHIN", 0.1)
+    with pytest.raises(SystemExit, match="expected one directory that all nodes share"):
+        claim_output(own, flags, inputs, follower)
+    monkeypatch.setattr("runtime.record.SEEN_WITHIN", 60)
+    leader = threading.Timer(0.2, claim_output, (shared, flags, inputs, PROCESS))
+    leader.start()
+    claim_output(shared, flags, inputs, follower)
+    leader.join()
 
 
 def test_a_resumed_run_may_change_flags_that_only_change_its_cost(tmp_path):
