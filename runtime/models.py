@@ -45,6 +45,20 @@ def is_quantised(config):
     return getattr(config, "quantization_config", None) is not None
 
 
+def sees_pictures(path):
+    """Whether the checkpoint is a vision-language model, as its config says."""
+    return type(load_config(path)) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def refuse_vision_language(path):
+    """Refuse a vision-language model that cannot be opened as a model of texts."""
+    reads_texts = type(load_config(path)) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if sees_pictures(path) and not reads_texts:
+        raise SystemExit(f"{path}: found a vision-language model, expected a model of texts (only"
+                         " the human of pages and variants/value_critic.py look at pictures);"
+                         " choose one, or serve it and give the server's address")
+
+
 def refuse_untrainable(path, max_length):
     """Refuse what cannot be trained here: quantised weights, and positions that change.
 
@@ -128,6 +142,8 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
+    if model_class is transformers.AutoModelForCausalLM:
+        refuse_vision_language(path)
     apart = dtype == "bfloat16" and Path(path, MATRICES).is_file() and not merged
     stored = "auto"  # as in its files; converted below, parameter by parameter
     if is_quantised(load_config(path)):

@@ -29,7 +29,8 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
 
         return LocalSpeaker(spec, settings)
 
-    from speakers.vision import VisionSpeaker, sees_pictures
+    from runtime.models import sees_pictures
+    from speakers.vision import VisionSpeaker
 
     if not sees_pictures(spec):
         raise SystemExit(

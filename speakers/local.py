@@ -59,7 +59,7 @@ class LocalSpeaker(Speaker):
             tokenizer = load_tokenizer(path)
         if model is None:
             model = load_model(path, self.device, dtype=settings.dtype)
-        refuse_recurrent(model, path)
+        refuse_unfit_layers(model, path)
         self.tokenizer, self.model = tokenizer, model.eval()
         self.temperature = settings.temperature
         self.max_new_tokens = settings.max_new_tokens
@@ -205,13 +205,18 @@ def in_batches(indices, prompts, size):
         yield batch
 
 
-def refuse_recurrent(model, path):
-    """Refuse models with recurrent layers.
+def refuse_unfit_layers(model, path):
+    """Refuse models with recurrent layers, and with layers that attend to pictures.
 
     Rows are padded, and they join and leave a batch. Keys and values allow this, a recurrent state
     does not.
     """
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    config = model.config.get_text_config()
+    if getattr(config, "cross_attention_layers", None):  # Llama 3.2 Vision
+        raise SystemExit(f"{path}: found a model with layers that attend to pictures, expected one"
+                         " that reads texts alone to sample from; serve it and give the server's"
+                         " address")
+    kinds = set(getattr(config, "layer_types", None) or ())
     recurrent = sorted(kind for kind in kinds if not kind.endswith("_attention")
                        or kind == "linear_attention")
     if recurrent or model._is_stateful:

@@ -1,12 +1,18 @@
 """Vision-language models in this process: the human of pages, who compares two screenshots."""
 
 import base64
+import inspect
+import io
 import itertools
 import re
 
 import torch
 import transformers
+from PIL import Image
+from transformers.models.auto.processing_auto import processor_class_from_name
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from colbench import image_part
 from judge.pages import open_picture
 from runtime.models import default_device, load_config, load_model
 from runtime.templates import render
@@ -19,34 +25,69 @@ from speakers.pool import gather
 # Checkpoints, and what they read
 
 
-def sees_pictures(path):
-    """Whether the checkpoint is a vision-language model, as its config says."""
-    return type(load_config(path)) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-
 def load_processor(path):
     """What turns texts and pictures into the inputs of a vision-language model."""
-    config = load_config(path)
-
-    class StillProcessor(transformers.PROCESSOR_MAPPING[type(config)]):
-        @classmethod
-        def get_attributes(cls):  # without the part for videos, which needs torchvision
-            return [name for name in super().get_attributes() if name != "video_processor"]
-
-    StillProcessor.__name__ = StillProcessor.__base__.__name__  # save_pretrained writes it down
     try:
-        processor = StillProcessor.from_pretrained(path)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+        processor = without_videos(processor_class(path)).from_pretrained(path)
+    except (OSError, ValueError, TypeError, IndexError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        missing = "install what it names, or " if isinstance(error, ImportError) else ""
         raise SystemExit(
-            f"{path}: could not open the processor ({error}); expected a vision-language"
-            " checkpoint with its tokenizer and preprocessor_config.json; choose another"
+            f"{path}: could not open the processor ({reason}); expected a vision-language"
+            f" checkpoint with its tokenizer and preprocessor_config.json; {missing}choose another"
         ) from None
     tokenizer = processor.tokenizer
-    if not tokenizer.chat_template:  # older checkpoints keep it with the processor alone
+    if processor.chat_template:  # the tokenizer's may be missing, or that of the text model
         tokenizer.chat_template = processor.chat_template
     if not tokenizer.pad_token:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template:  # `end_of_turn` refuses a tokenizer without one
+        refuse_blind(processor, path)
     return processor
+
+
+def processor_class(path):
+    """The class that the checkpoint names (Pixtral's is not its model's), or that of its model."""
+    named, _ = transformers.ProcessorMixin.get_processor_dict(path)
+    name = named.get("processor_class") or get_tokenizer_config(path).get("processor_class")
+    config = load_config(path)
+    found = name and processor_class_from_name(name)
+    found = found or transformers.PROCESSOR_MAPPING.get(type(config), None)
+    if not found:
+        raise SystemExit(f"{path}: found a model of type {config.model_type}, for which"
+                         " transformers has no processor, expected one that it has; choose another,"
+                         " or serve it and give the server's address")
+    return found
+
+
+def without_videos(base):
+    """The processor's class without its part for videos, which needs torchvision, if it can do
+    without.
+    """
+    video = inspect.signature(base.__init__).parameters.get("video_processor")
+    if video is None or video.default is video.empty:
+        return base
+
+    class StillProcessor(base):
+        @classmethod
+        def get_attributes(cls):
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+    StillProcessor.__name__ = base.__name__  # save_pretrained writes it down
+    return StillProcessor
+
+
+def refuse_blind(processor, path):
+    """Refuse a processor whose chat template, such as that of a text model, takes no pictures."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "PNG")
+    picture, text = image_part(file.getvalue()), {"type": "text", "text": "x"}
+    try:
+        picture_inputs(processor, [[{"role": "user", "content": [picture, text]}]])
+    except (ValueError, TypeError, IndexError) as error:
+        raise SystemExit(f"{path}: found a chat template that takes no pictures ({error}), expected"
+                         " that of a vision-language model; put it into chat_template.jinja, or"
+                         " choose another") from None
 
 
 def picture_inputs(processor, conversations):

@@ -1,10 +1,13 @@
 """Vision-language models: the human of pages, and the critic that sees the solution page."""
 
 import json
+import shutil
 import types
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import (
     byte_tokenizer, dialogue, metrics, needs_chromium, png, ranked_state, refusal, run_script,
     training, weights, write_rows)
@@ -19,11 +22,12 @@ from runtime.models import load_model
 from runtime.processes import Process
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
-from speakers.local import encode_prompt, uniform_numbers
-from speakers.vision import VisionSpeaker, load_processor, picture_inputs
+from speakers.local import encode_prompt, refuse_unfit_layers, uniform_numbers
+from speakers.vision import (
+    VisionSpeaker, load_processor, picture_inputs, processor_class, without_videos)
 from toy.frontend import page_of
 from toy.world import toy_tasks
-from variants.sight import Sight, vision_value_class
+from variants.sight import Sight, forward_seen, vision_value_class
 from variants.value_critic import Reader, ValueCritic
 
 # The structure of Qwen2-VL's template: a picture is a token of its own between two others
@@ -142,6 +146,67 @@ def test_a_text_model_as_human_of_pages_is_refused_before_anything_is_played(tin
     assert not output.exists()
 
 
+def copy_of(checkpoint, folder, **files):
+    """A copy of a checkpoint's directory with other files, NAME_EXTENSION=what is in it."""
+    shutil.copytree(checkpoint, folder)
+    for name, text in files.items():
+        (folder / ".".join(name.rsplit("_", 1))).write_text(text)
+    return str(folder)
+
+
+TEXT_TEMPLATE = "{% for m in messages %}{{ m['role'] + m['content'] + '<end>' }}{% endfor %}"
+BLIND_TEMPLATE = "{% for m in messages %}{{ m['content'][-1]['text'] + '<end>' }}{% endfor %}"
+
+
+def test_a_text_models_template_beside_the_processors_own_is_not_used(tiny_vision, tmp_path):
+    config = json.loads(Path(tiny_vision, "tokenizer_config.json").read_text())
+    both = copy_of(tiny_vision, tmp_path / "both",
+                   tokenizer_config_json=json.dumps(config | {"chat_template": TEXT_TEMPLATE}),
+                   chat_template_json=json.dumps({"chat_template": TEMPLATE}))
+    Path(both, "chat_template.jinja").unlink()
+    first, second = (answers_of(vision_speaker(path, 8), [conversation()])
+                     for path in (both, tiny_vision))
+    assert first == second
+
+
+@pytest.mark.parametrize("template, reason", [
+    (TEXT_TEMPLATE, "can only concatenate str"), (BLIND_TEMPLATE, "Found total 0 ")])
+def test_a_template_that_takes_no_pictures_is_refused_before_a_model_is_loaded(
+        tiny_vision, tmp_path, template, reason):
+    path = copy_of(tiny_vision, tmp_path / "blind", chat_template_jinja=template)
+    Path(path, "model.safetensors").unlink()
+    with pytest.raises(SystemExit, match=f"chat template that takes no pictures .*{reason}"):
+        load_speaker(path, "human", pictures=True)
+
+
+def test_the_checkpoint_says_which_processor_it_has(tiny_vision, tmp_path):
+    assert processor_class(tiny_vision) is transformers.Qwen2VLProcessor
+    named = copy_of(tiny_vision, tmp_path / "named",
+                    processor_config_json='{"processor_class": "Qwen2_5_VLProcessor"}')
+    assert processor_class(named) is transformers.Qwen2_5_VLProcessor
+    without = copy_of(tiny_vision, tmp_path / "without",
+                      config_json=transformers.Kosmos2Config().to_json_string())
+    with pytest.raises(SystemExit, match="found a model of type kosmos-2, for which transformers"):
+        processor_class(without)
+
+
+def test_the_part_for_videos_is_left_out_unless_the_processor_insists_on_it():
+    assert "video_processor" in transformers.Qwen2VLProcessor.get_attributes()
+    still = without_videos(transformers.Qwen2VLProcessor)
+    assert still.get_attributes() == ["image_processor", "tokenizer"]
+    assert still.__name__ == "Qwen2VLProcessor"
+    for base in (transformers.SmolVLMProcessor, transformers.LlavaProcessor):
+        assert without_videos(base) is base
+
+
+def test_models_that_look_at_pictures_are_refused_where_texts_alone_are_read(tiny_vision):
+    with pytest.raises(SystemExit, match="found a vision-language model, expected a model of text"):
+        load_speaker(tiny_vision)
+    llama_vision = types.SimpleNamespace(config=transformers.MllamaConfig())
+    with pytest.raises(SystemExit, match="found a model with layers that attend to pictures"):
+        refuse_unfit_layers(llama_vision, "llama")
+
+
 @needs_chromium
 @pytest.mark.slow
 def test_collect_plays_with_a_human_who_looks_at_pages(tiny_vision, tmp_path):
@@ -255,12 +320,31 @@ def test_no_picture_is_drawn_or_seen_without_privileged_access(tiny_vision, tmp_
     assert white == dark and white[0] != white[1]
 
 
-def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_ones(tiny_vision):
+@pytest.mark.parametrize("seen", [
+    MESSAGES,  # as if no page was drawn
+    [{"role": "user", "content": [image_part(png("red")), {"type": "text", "text": "a page"}]}]])
+def test_every_row_gives_every_weight_a_gradient_so_that_ranks_reduce_the_same_ones(
+        tiny_vision, seen):
     model = load_model(tiny_vision, model_class=vision_value_class(tiny_vision))
-    inputs = picture_inputs(load_processor(tiny_vision), [MESSAGES])  # as if no page was drawn
-    assert "pixel_values" not in inputs
+    model.model.visual.unused = torch.nn.Parameter(torch.ones(2))  # LLaVA has such
+    inputs = picture_inputs(load_processor(tiny_vision), [seen])
+    assert ("pixel_values" in inputs) == (seen is not MESSAGES)
     model(**inputs).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_tokens_after_the_opening_see_the_pictures_that_its_last_token_sees():
+    class LlamaVision:
+        config = transformers.MllamaConfig()
+
+        def __call__(self, **inputs):
+            return inputs
+
+    opening = torch.tensor([[1, 2, 3]])
+    mask = torch.tensor([0, 1, 1]).view(1, 3, 1, 1)  # (1, T, pictures, tiles)
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    inputs = forward_seen(LlamaVision(), ids, opening, torch.ones(1, 3), cross_attention_mask=mask)
+    assert inputs["cross_attention_mask"].flatten().tolist() == [0, 1, 1, 1, 1]
 
 
 @needs_chromium

@@ -80,8 +80,7 @@ def vision_value_class(path):
 
         def forward(self, **inputs):
             hidden = self.model(**inputs).last_hidden_state  # (R, T, D)
-            if "pixel_values" not in inputs:
-                hidden = hidden + zero_of_vision(self)
+            hidden = hidden + zero_of_vision(self)
             return TokenClassifierOutput(logits=self.score(hidden))
 
     # transformers looks up by these names how a checkpoint spells its weights
@@ -93,8 +92,8 @@ def zero_of_vision(model):
     """0, with a gradient of 0 for each weight of the vision encoder.
 
     Data-parallel ranks sum the gradients that they have, weight by weight, so all must have the
-    same ones. A row without a picture does not use the vision encoder; added to its result, this
-    zero gives the encoder's weights gradients all the same.
+    same ones. A row without a picture does not use the vision encoder, and one with a picture may
+    leave its last layers unused; added to the result, this zero gives all of them gradients.
     """
     decoder = {id(parameter) for parameter in model.get_decoder().parameters()}
     return 0.0 * sum(parameter.sum() for parameter in model.model.parameters()
@@ -111,4 +110,7 @@ def forward_seen(model, ids, input_ids, attention_mask, **seen):
     for name, values in seen.items():
         if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
             seen[name] = F.pad(values, (0, later.shape[1]))
+        elif name == "cross_attention_mask":  # (1, T, pictures, tiles): later tokens see the same
+            last = values[:, -1:].expand(-1, later.shape[1], -1, -1)
+            seen[name] = torch.cat([values, last], 1)
     return model(input_ids=ids, use_cache=False, **seen)

@@ -37,11 +37,10 @@ from formats.ranking import rank_states
 from formats.read import MOST_REWARD, fits_in_words, load_episodes, read_candidates
 from runtime.flags import FlagParser
 from runtime.models import (
-    default_device, fp32_head, load_model, load_tokenizer, open_to_train)
+    default_device, fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures)
 from runtime.processes import launch
 from runtime.record import read_flags
 from runtime.training import Run
-from speakers.vision import sees_pictures
 from train_critic import (
     PAIRS, PRIVILEGED, RANKING_FLAGS, Critic, Row, critic_messages, learning_rate, plan_batches,
     split_pairs)
