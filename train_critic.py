@@ -74,7 +74,7 @@ from runtime.training import Run
 # -----------------------------------------------------------------------------
 # The equations
 
-NORMALISERS = {  # name -> L of Eq. (3), from the number of tokens of each turn, (R, S)
+NORMALISERS = {  # name -> L of Eq. (3), at least 1, from the number of tokens of each turn, (R, S)
     "turn": lambda tokens: tokens,
     "trajectory": lambda tokens: tokens.sum(1, keepdim=True),  # the official code
     "none": torch.ones_like,  # the ablation of Table 3

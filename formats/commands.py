@@ -90,7 +90,8 @@ def check_tasks(path, profile, require_protection):
 def solution_advice(task, name, reason):
     """What is wrong with a test that the task's own solution does not pass; "" if that is open."""
     if reason == "the value equals nothing":
-        return " (as a generator does, an object of a class of its own, or a very large value)"
+        return (" (as NaN does, a generator, an object of most classes, such as a DataFrame, or a"
+                " very large or deep value)")
     test = task["test_cases"][name]
     if re.match(r"\s*assert\b", test):
         return (" (a test is a call such as f(1), not `assert f(1) == 2`: the judge compares its"
@@ -101,6 +102,8 @@ def solution_advice(task, name, reason):
         return f" (the test is no Python expression: {harmless(test)})"
     if reason == "the solution raised ModuleNotFoundError":
         return " (the judge has the modules of this Python environment and no others)"
+    if "```" in task["ground_truth"] and reason == "the solution raised SyntaxError":
+        return " (a solution is plain code, without ``` around it)"
     return ""
 
 

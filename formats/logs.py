@@ -76,6 +76,12 @@ def print_imported(output, episodes, graded):
     if unknown:
         print(f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
               " all of them, or --privileged none.")
+    prompts = sum(len({episode["agent_prompt"] for episode in group}) > 1
+                  for group in by_task.values())
+    if prompts:
+        print(f"Tasks whose dialogues differ in the system message: {prompts} of {len(by_task)}. A"
+              " critic can then read the outcome from it; give them the same, or tasks of their"
+              " own.")
     differ = sum(len({episode["task"]["ground_truth"].strip() for episode in group} - {""}) > 1
                  for group in by_task.values())
     if differ:
@@ -243,7 +249,9 @@ def faults_of(row):
     for key, kind in OPTIONS.items():
         value = row.get(key)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            faults.append(f"{key} of type {type(value).__name__}")
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            expected = " or ".join(one.__name__ for one in kinds)
+            faults.append(f"{key} of type {type(value).__name__}, not {expected}")
     if type(row.get("sample")) is int and row["sample"] < 0:
         faults.append(f"sample {row['sample']}, which is below 0")
     messages = row.get("messages")

@@ -6,6 +6,7 @@ import re
 from colbench import DOMAINS
 from judge.sandbox import ANSWER_MARKER, SOLUTION_FAILED
 
+MOST_REWARD = 1.000001  # of all but logs; a cosine may round to a little above 1
 # What the judge says of a text that is no Python
 NO_CODE = ("no code", "raised SyntaxError", "raised IndentationError")
 
@@ -14,9 +15,20 @@ def outcome_of(task, history, grade):
     """What an episode says of its end; `grade` is None where an error has ended it."""
     outcome = {"reward": None, "success": None, "reasons": {}}
     if grade is not None:
+        refuse_grade(task, grade)
         outcome = {"reward": grade.reward, "success": grade.success,
                    "reasons": reasons_of(grade, history)}
     return outcome | {"leak": leak_share(task, history)}
+
+
+def refuse_grade(task, grade):
+    """Refuse a grade that no later stage would read, at the first dialogue of a new domain."""
+    number = type(grade.reward) in (int, float) and 0 <= grade.reward <= MOST_REWARD
+    success = grade.reward == 1 if DOMAINS[task["domain"]].has_success else None
+    if not number or grade.success is not success:
+        raise SystemExit(f"the judge of {task['domain']} tasks: found reward {grade.reward!r} and"
+                         f" success {grade.success!r}, expected a number from 0 to 1 as the reward,"
+                         " and as success whether it is 1 (None if the domain has no success)")
 
 
 def reasons_of(grade, history):

@@ -9,11 +9,10 @@ import re
 from pathlib import Path
 
 from colbench import DOMAINS, prompt_of_episode
-from formats.outcome import leak_share
+from formats.outcome import MOST_REWARD, leak_share
 from runtime.files import ResumableJsonl, expect, read_jsonl, without_nulls
 
 NUMBER = (int, float)
-MOST_REWARD = 1.000001  # of all but logs; a cosine may round to a little above 1
 TASK_KEYS = {"problem_description": str, "ground_truth": str}
 EPISODE_KEYS = {"task": dict, "dialogue_history": list}
 # these may be missing or null

@@ -15,6 +15,7 @@ it looks, report/page.html; what the page holds, report/page.py.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 from colbench import DOMAINS
@@ -37,7 +38,9 @@ def main(args):
     if args.command == "pairs":
         write_pairs(args)
         return
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)  # fails before the work
+    folder = Path(args.output).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # fails before the work, if at all
     metrics = named_files(args.metrics)
     if args.critic:
         of_critic = Path(args.critic, "metrics.jsonl")

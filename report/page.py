@@ -18,7 +18,7 @@ from formats.read import is_finite
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
 from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_curves
-from report.training import record_of, short_name, training_method
+from report.training import method_among, record_of, short_name, training_method
 from runtime.processes import join_processes
 from runtime.text import counted
 from toy.credit import has_toy_credit, toy_credit
@@ -44,7 +44,7 @@ def overview(results, policies, files, training):
         file = next(path for owner, path in files if owner == name)  # of its first seed
         what = policy_clause(results["policies"][name], file, starts)
         described.append({"name": name, "what": what})
-    runs = [{"name": run.name, "what": training_method(run.script, run.flags),
+    runs = [{"name": run.name, "what": method_among(run, training),
              "curves": training_curves(run)} for run in training]
     logged = results and DOMAINS[results["domain"]].logged
     return {

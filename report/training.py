@@ -76,6 +76,16 @@ def training_method(script, flags):
     return f"{what}, from {short_name(flags['model'])}" if flags.get("model") else what
 
 
+def method_among(run, training):
+    """What a run's checkpoint is, and its flags that differ in other runs of which as much holds.
+    """
+    what = training_method(run.script, run.flags)
+    alike = [other for other in training if training_method(other.script, other.flags) == what]
+    differing = [f"--{name} {value}" for name, value in run.flags.items()
+                 if any(other.flags.get(name) != value for other in alike)]
+    return ", ".join([what, *differing])
+
+
 def short_name(model):
     """A model's name in a sentence: of a path its last part, as other machines lack the rest."""
     is_path = model.startswith((".", "/")) or model.count("/") > 1

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from runtime.lora import MATRICES, WithoutMatrices, add_matrices, load_matrices, take_apart
 from runtime.names import check_checkpoint
 from runtime.processes import own_rank
+from runtime.record import is_critic
 
 
 def load_tokenizer(path):
@@ -184,6 +185,9 @@ def open_to_train(args, run, model_class=transformers.AutoModelForCausalLM, **op
     With --lora_rank, only the matrices and a value head are trained; all else is frozen, in the
     type that models compute in.
     """
+    if is_critic(args.model):
+        run.say(f"{args.model}: found a critic, which was trained with the solution in front; a"
+                " training usually starts from a policy, or from the critic's --model")
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
     if args.lora_rank:
         model = load_model(args.model, run.device, model_class, dtype=args.dtype,

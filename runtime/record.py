@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from runtime.files import ResumableJsonl, write_atomically
-from runtime.names import check_checkpoint, is_server
+from runtime.names import GRADER, check_checkpoint, is_server
 
 RESUME = "resume"  # the folder of a run's training state, in its output
 RUNNERS = ("pytest", "__main__.py", "-c", "ipykernel_launcher.py")  # they run any script's `main`
@@ -248,7 +248,8 @@ def server_moved(name, *commands):
 
     Such a server may be started again elsewhere, as on a cluster; its model's name is compared.
     """
-    return all(flags.get(f"{name}_model") and is_server(flags[name]) for flags in commands)
+    return all(flags.get(f"{name}_model") and is_server(flags[name].removeprefix(GRADER))
+               for flags in commands)
 
 
 def has_output(record):
@@ -267,6 +268,12 @@ def run_files(*checkpoints):
     """The run.json of checkpoints that these scripts trained: a retrained one is a new input."""
     paths = [Path(checkpoint, "run.json") for checkpoint in checkpoints if checkpoint]
     return [path for path in paths if path.is_file()]
+
+
+def is_critic(path):
+    """Whether a directory holds a model that was trained with the solution in front."""
+    record = Path(path, "run.json")
+    return record.is_file() and "privileged" in read_run(record)["flags"]
 
 
 def read_run(path):

@@ -41,7 +41,8 @@ class Utterance(NamedTuple):
         said = without_thoughts(self.text)
         if said is None:
             raise SpeakerError("found thoughts that never end, expected words after them; turn the"
-                               " model's thinking off, or raise --human_max_new_tokens for a human")
+                               " model's thinking off, or raise --human_max_new_tokens for a human,"
+                               " --critic_max_new_tokens for a grader")
         return said
 
 

@@ -8,7 +8,7 @@ from formats.read import one_domain, read_tasks
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
 from runtime.names import check_spec, is_scripted, is_server
-from runtime.record import read_run
+from runtime.record import is_critic
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
 from speakers.pool import JudgeElsewhere
@@ -46,7 +46,9 @@ def read_tasks_and_prompts(args, process):
     domain = one_domain(tasks)
     fill_in_flags(args, tasks, domain, process.say)
     refuse_unplayable(args, domain)
-    tell_if_critic(args.agent, process.say)
+    if is_critic(args.agent):
+        process.say(f"{args.agent}: found a critic, which was trained with the solution in front;"
+                    " as the agent, usually a policy plays, or the critic's --model")
     prompts = read_prompts(args, tasks, domain)
     return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
 
@@ -81,14 +83,6 @@ def refuse_unplayable(args, domain):
     if args.human is None:
         raise SystemExit("found no --human, which these tasks need; expected a server or a model"
                          " (or scripted, which only says that it does not know, for a dry run)")
-
-
-def tell_if_critic(agent, say):
-    """Say so if a critic plays."""
-    record = Path(agent, "run.json")
-    if record.is_file() and "privileged" in read_run(record)["flags"]:
-        say(f"{agent}: found a critic, which was trained with the solution in front; as the agent,"
-            " usually a policy plays, or the critic's --model")
 
 
 def read_prompts(args, tasks, domain):

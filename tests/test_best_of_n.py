@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from chat_server import running
 from conftest import dialogue, read_rows, run_script
 from parties import RULES, TASKS, Failing, LenientJudge, Local, Served, asker, human_line, played
 
@@ -120,6 +121,10 @@ def test_a_grader_that_names_no_candidate_is_noticed(capsys):
     said = capsys.readouterr().err
     assert said.startswith("the grader's reply 'Yes, it should.' names no candidate, expected a")
     assert said.count("\n") == 1  # once
+    for _ in range(20):
+        BestOfN(Served(asker(lambda key: 9)), choice, 3).reply(REQUEST)
+    said = capsys.readouterr().err
+    assert "after such replies (so far 10)" in said and said.count("\n") == 1
 
 
 def test_a_grader_that_dies_is_given_up_and_passes_no_unchosen_candidate():
@@ -136,6 +141,24 @@ def test_a_grader_that_dies_is_given_up_and_passes_no_unchosen_candidate():
 
 FLAGS = ["--tasks", "toy:backend:test", "--num_tasks", 4, "--samples_per_task", 1,
          "--max_new_tokens", 16, "--max_turns", 3]
+
+
+def test_a_grader_is_asked_as_its_flags_say_and_may_move_while_its_model_stays(tmp_path):
+    bodies = []
+    for model, samples in (("m", 1), ("m", 2), ("other", 3)):
+        with running(lambda body, seed: "2", models=["m", "other"],
+                     say=lambda handler, body: bodies.append(body)) as server:
+            done = run_script(
+                "variants/best_of_n.py", "--tasks", "toy:backend:test", "--num_tasks", 1,
+                "--samples_per_task", samples, "--agent", "scripted", "--n", 2,
+                "--critic", f"grader:{server.url}", "--critic_model", model,
+                "--critic_temperature", 0.5, "--critic_max_new_tokens", 99,
+                "--output", tmp_path / "e.jsonl", check=model == "m")
+    assert "differs in critic_model (it was m)" in done.stderr
+    episodes = read_rows(tmp_path / "e.jsonl")
+    assert len(episodes) == 2 and {row["scorer"] for row in episodes} == {"grader:m"}
+    asked = {(body["model"], body["temperature"], body["max_tokens"]) for body in bodies}
+    assert asked == {("m", 0.5, 99)}
 
 
 @pytest.mark.parametrize("trainer", ["train_critic.py", "variants/value_critic.py"])

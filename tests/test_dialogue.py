@@ -1,7 +1,9 @@
 """Tasks, views, dialogue rules and token ids."""
 
+import gzip
 import json
 
+import numpy
 import pytest
 from conftest import PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
 from tokenizers import AddedToken, models, pre_tokenizers
@@ -9,7 +11,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from colbench import (
     DOMAINS, agent_messages, agent_prompt_of, encode_candidates, encode_dialogue, human_messages,
     split_message)
-from formats.outcome import leak_share, reasons_of
+from formats.outcome import leak_share, outcome_of, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from judge.sandbox import Grade, grade
 from runtime.templates import prompt_ids, render
@@ -60,6 +62,18 @@ def test_a_bad_task_line_is_named_with_file_line_and_what_was_expected(tmp_path,
     path = write(tmp_path / "t.jsonl", TASK, line)
     with pytest.raises(SystemExit, match=r"t\.jsonl: line 2.*" + found + ".*expected"):
         read_tasks(path)
+
+
+@pytest.mark.parametrize("encode, advice", [
+    (lambda line: b"\xef\xbb\xbf[" + line + b"]", r"jq -c '\.\[\]' .*t\.jsonl"),
+    (lambda line: line.decode().encode("utf-16"), r"iconv -f UTF-16 -t UTF-8 .*t\.jsonl"),
+    (gzip.compress, "gunzip it first"),
+])
+def test_a_file_that_other_programs_turn_into_lines_is_refused_with_their_names(
+        tmp_path, encode, advice):
+    (tmp_path / "t.jsonl").write_bytes(encode(2 * (json.dumps(TASK).encode() + b"\n")))
+    with pytest.raises(SystemExit, match=rf"t\.jsonl: line 1: found .*expected .*{advice}"):
+        read_tasks(tmp_path / "t.jsonl")
 
 
 def test_a_repeated_official_row_is_another_task_and_a_repeated_id_is_refused(tmp_path):
@@ -202,6 +216,19 @@ def test_a_last_message_without_marker_that_is_no_code_is_no_answer(message, rea
     _, answer = split_message({"domain": "backend"}, message, last_turn=True)
     history = [{"role": "assistant", "content": message}]
     assert reasons_of(grade(task, answer), history) == {"a": reason, "b": reason}
+
+
+@pytest.mark.parametrize("reward, success", [
+    (7, None), (7, True), (True, True), (float("nan"), False), (-0.1, False),
+    (numpy.float32(1), True), (1.0, None), (1.0, False), (0.5, True)])
+def test_a_new_domains_grade_that_no_stage_would_read_is_refused_at_its_first_dialogue(
+        reward, success):
+    task = {"domain": "backend", "ground_truth": "x"}
+    history = [{"role": "assistant", "content": "y"}]
+    for good in (Grade(1.0, True, {}), Grade(0, False, {})):
+        assert outcome_of(task, history, good)["success"] == good.success
+    with pytest.raises(SystemExit, match="the judge of backend tasks: found reward .*expected a n"):
+        outcome_of(task, history, Grade(reward, success, {}))
 
 
 def test_no_answer_leaves_the_tests_that_the_solution_fails_as_they_are():

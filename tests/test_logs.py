@@ -195,6 +195,16 @@ def test_import_warns_of_a_ground_truth_from_which_the_outcome_can_be_read(tmp_p
     assert warning in imported(tmp_path / "other", *lines, worse)[1]
 
 
+def test_import_warns_of_system_messages_that_differ_within_a_task(tmp_path):
+    warning = "Tasks whose dialogues differ in the system message: 1 of 2."
+    turns = log_line()["messages"]
+    lines = [log_line(task=task, reward=reward,
+                      messages=[{"role": "system", "content": text}, *turns])
+             for task, reward, text in (("a", 1, "x"), ("a", 0, "x"), ("b", 1, "y"))]
+    assert warning not in imported(tmp_path / "same", *lines)[1]
+    assert warning in imported(tmp_path / "other", *lines, log_line(task="b", reward=0))[1]
+
+
 def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
     first, *more = (log_line(task="a", sample=number) for number in (1, None, None, 0))
     episodes, _ = imported(tmp_path, first, *more[:2])
@@ -248,6 +258,7 @@ def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
     (log_line(reward="good"), "reward 'good'"),
     (log_line(reward=10**400), "which is no finite number"),
     (log_line(sample=-1), "sample -1"),
+    (log_line(ground_truth={}), "ground_truth of type dict, not str"),
     ({"messages": log_line()["messages"]}, "no reward"),
     ({"reward": 1, "text": "hi"}, "the keys reward, text"),
     (log_line(messages=[]), "no list of messages"),

@@ -17,7 +17,7 @@ from formats.read import complete_episode
 from judge.browser import CHROMIUM_FLAGS, DevTools
 from report import __main__ as command
 from report import charts, page
-from report.training import read_training
+from report.training import method_among, read_training
 from toy.world import toy_tasks
 from train_policy import state_pairs
 
@@ -579,6 +579,26 @@ def test_what_a_fork_logs_of_its_training_is_drawn_under_its_own_name(tmp_path):
     run = read_training("fork", write_run(tmp_path, steps, "train_policy.py"))
     assert [(curve["title"], curve["folded"]) for curve in charts.training_curves(run)] == [
         ("Loss", False), ("train/kl", True)]
+
+
+def test_runs_of_one_method_are_told_apart_by_the_flags_that_differ(tmp_path):
+    flags = {"privileged": "ground_truth", "nll": 0.01, "model": "toy/base", "seed": 0}
+    runs = []
+    for name, script, more in (("a", "train_critic.py", {}), ("b", "train_critic.py", {"nll": 0.0}),
+                               ("policy", "train_policy.py", {"candidates": "c", "nll": 3.0})):
+        (tmp_path / name).mkdir()
+        steps = [{"step": 0, "train/loss": 1.0}]
+        runs.append(read_training(name, write_run(tmp_path / name, steps, script, **flags | more)))
+    critic = "log-ratio critic that sees the solution, from toy/base"
+    assert [method_among(run, runs[:2]) for run in runs[:2]] == [
+        f"{critic}, --nll 0.01", f"{critic}, --nll 0.0"]
+    assert method_among(runs[0], runs[::2]) == critic
+    assert method_among(runs[2], runs).endswith("from toy/base")
+
+
+def test_a_page_that_cannot_be_written_fails_before_the_work(tmp_path):
+    with pytest.raises(OSError, match="'/proc/"):  # where even root creates no file
+        make_report(f"x={tmp_path / 'missing.jsonl'}", "--output", "/proc/x.html")
 
 
 def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):

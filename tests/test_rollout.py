@@ -206,6 +206,16 @@ def test_a_critic_that_plays_is_named(tiny, tmp_path):
         assert ("found a critic" in done.stdout) == bool(flags)
 
 
+def test_a_critic_that_a_training_starts_from_is_named(tiny, toy_episodes, tmp_path):
+    critic = tmp_path / "critic"
+    shutil.copytree(tiny(), critic)
+    write_rows(critic / "run.json", [{"flags": {"privileged": "none"}, "inputs": {}}])
+    for model, told in ((critic, True), (tiny(), False)):
+        done = run_script("train_policy.py", "--episodes", toy_episodes, "--model", model,
+                          "--max_steps", 1, "--output", tmp_path / f"{told}")
+        assert ("found a critic" in done.stdout) == told
+
+
 # -----------------------------------------------------------------------------
 # Candidates
 

@@ -160,6 +160,14 @@ def test_check_ends_well_if_all_can_be_solved_and_refuses_where_none_can(tmp_pat
         colbench.main(["check", str(write(tmp_path / "bad.jsonl", TASKS[3:])), *flags])
 
 
+def test_check_says_that_a_solution_is_no_markdown(tmp_path, capsys):
+    fenced = TASKS[0] | {"ground_truth": f"```python\n{TASKS[0]['ground_truth']}\n```"}
+    with pytest.raises(SystemExit):
+        colbench.main(["check", str(write(tmp_path / "t.jsonl", [TASKS[0], fenced]))])
+    said = [line for line in capsys.readouterr().out.splitlines() if "SyntaxError" in line]
+    assert said and all(": line 2, " in line and "plain code" in line for line in said)
+
+
 def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
     for rows, found in (([TASKS[0], page], "frontend tasks, expected backend tasks"),

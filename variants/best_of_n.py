@@ -94,7 +94,7 @@ class GraderChoice:
 
     def __init__(self, speaker):
         self.speaker = speaker
-        self.told = False  # whether a message has named a reply without a candidate
+        self.unnamed = 0  # replies that named no candidate
 
     @property
     def given_up(self):
@@ -119,11 +119,13 @@ class GraderChoice:
         number = re.search(r"\d+", said)
         if number and 1 <= int(number[0]) <= len(candidates):
             return int(number[0]) - 1
-        if not self.told:  # if no reply names one, best of N is no more than one sample
-            self.told = True
+        self.unnamed += 1
+        # if no reply names one, best of N is no more than one sample
+        if self.unnamed in (1, 10, 100, 1000, 10_000):
             tqdm.write(f"the grader's reply {harmless(said[:60])!r} names no candidate, expected a"
-                       f" number from 1 to {len(candidates)}; after such replies the first"
-                       " candidate is taken; if they are many, use another grader", sys.stderr)
+                       f" number from 1 to {len(candidates)}; after such replies (so far"
+                       f" {self.unnamed}) the first candidate is taken; if they are many, use"
+                       " another grader", sys.stderr)
         return 0
 
 
@@ -154,7 +156,8 @@ def collect_episodes(args, process):
     if store.missing(jobs):
         with open_parties(args, process, domain) as (sampled, human, judge):
             played_by = {"agent": args.agent, "human": args.human_model or args.human,
-                         "judge": judge.flags, "best_of_n": args.n, "scorer": args.critic}
+                         "judge": judge.flags, "best_of_n": args.n,
+                         "scorer": GRADER + args.critic_model if args.critic_model else args.critic}
             agent = BestOfN(sampled, open_choice(args, process), args.n)
 
             def work(key):
@@ -167,8 +170,9 @@ def collect_episodes(args, process):
 
 def open_choice(args, process):
     if args.critic.startswith(GRADER):
-        settings = SpeakerSettings(args.critic_model, 0.0, 16, args.batch_size, process.device,
-                                   args.dtype)
+        settings = SpeakerSettings(
+            args.critic_model, args.critic_temperature, args.critic_max_new_tokens,
+            args.batch_size, process.device, args.dtype)
         return GraderChoice(load_speaker(args.critic.removeprefix(GRADER), "grader", settings))
     return CriticChoice(open_critic(args.critic, process.device, args.dtype))
 
@@ -184,8 +188,15 @@ def parse_args(argv=None):
     parser.add_argument("--critic", required=True, help="a critic's checkpoint directory, or"
                         " grader:SPEC, a language model named as --agent is")
     parser.add_argument("--critic_model", help="model name to ask a grader's server for")
+    parser.add_argument("--critic_temperature", type=float, least=0, default=0.0,
+                        help="sampling temperature of a grader")
+    parser.add_argument("--critic_max_new_tokens", type=int, least=1, default=16,
+                        help="token limit of a grader's reply; a reasoning model needs thousands")
     args = parser.parse_args(argv)
     refuse_unused(parser, args)
+    if not args.critic.startswith(GRADER):
+        parser.refuse_ignored(args, ["critic_temperature", "critic_max_new_tokens"],
+                              f"because {args.critic} is not a grader model")
     if not is_server(args.critic.removeprefix(GRADER)):
         parser.refuse_ignored(args, ["critic_model"],
                               f"because {args.critic} is not the address of a server")
