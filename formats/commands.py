@@ -7,7 +7,7 @@ import re
 from formats.logs import import_command
 from formats.read import read_tasks
 from judge.pages import official_addresses
-from judge.sandbox import SECOND_LINES, check_solutions
+from judge.sandbox import REQUIRED, SECOND_LINES, check_solutions
 from runtime.files import expect, read_jsonl, write_new
 from runtime.processes import launch
 from runtime.text import counted, harmless
@@ -77,7 +77,7 @@ def check_tasks(path, profile, require_protection):
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")
     for name, active in status.items():
         missing = "MISSING"
-        if name in SECOND_LINES:
+        if name in SECOND_LINES and all(status[first] for first in REQUIRED):
             missing += " (a second line of defence; answers are confined without it, too)"
         print(f"protection {name:14s} {'active' if active else missing}")
     if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):

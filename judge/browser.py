@@ -33,6 +33,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -42,12 +43,16 @@ PAGE_WIDTH, VIEW_HEIGHT, MAX_HEIGHT = 1280, 800, 4000  # pixels
 MAX_PAGE_CHARACTERS = 500_000
 START_SECONDS = 30
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+if sys.platform == "darwin":
+    CHROMIUM_NAMES += ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+                       "/Applications/Chromium.app/Contents/MacOS/Chromium")
 CHROMIUM_FLAGS = [
     "--headless",
     "--remote-debugging-pipe",
     "--disable-gpu",
     "--hide-scrollbars",
     "--no-first-run",
+    "--use-mock-keychain",  # on macOS, it asks for the user's keychain otherwise
     "--disable-extensions",
     "--disable-background-networking",
     "--disable-breakpad",
@@ -99,7 +104,8 @@ def find_chromium():
             return path
     raise SystemExit(
         f"found no program {' or '.join(names)}, expected Chromium to render pages with; "
-        "run `apt-get install chromium`, or set the environment variable CHROMIUM to its path"
+        "install it (Debian: `apt-get install chromium`), or set the environment variable CHROMIUM"
+        " to its path"
     )
 
 
@@ -141,7 +147,8 @@ class DevTools:
 
     def close(self):
         """End Chromium with all its children and remove its profile."""
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+        # it may have ended by itself; of a group of zombies, macOS says that it is not permitted
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdin.close()

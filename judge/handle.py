@@ -27,6 +27,8 @@ MAX_THREADS = 200  # of a child; more could take all that the machine has
 CONTROL_SECONDS = 60  # how long a worker may take to start, to fork and to tidy up
 WALL_PER_CPU = 4  # time in the kernel, and time asleep, are limited to so many times `seconds`
 POLL = struct.pack("ll", 0, 50_000)  # seconds, microseconds: how often a silent child is looked at
+# macOS counts POLL anew for each byte that arrives, so there recv must not wait for more
+WAIT = socket.MSG_WAITALL if sys.platform == "linux" else 0
 SUSPENDED = 1  # seconds between two looks, beyond which this process itself had been stopped
 USER_CLOCK, CPU_CLOCK = 1, 2  # CPUCLOCK_VIRT: in its own code; CPUCLOCK_SCHED: with the kernel's
 # What a worker's interpreter runs. It makes the package `judge` by hand, so that the folder of the
@@ -135,9 +137,9 @@ class Worker:
         """
         ours, theirs = socket.socketpair()
         with ours:
-            with theirs:
+            with theirs:  # open until the worker has it: macOS may shut a socket that is under way
                 socket.send_fds(self.control, [b"j"], [theirs.fileno()])
-            message = self.control.recv(4)
+                message = self.control.recv(4)
             if len(message) < 4:
                 raise ConnectionError("the judge's worker is gone")
             (child,) = struct.unpack("i", message)
@@ -162,7 +164,7 @@ class Worker:
                 return outcomes, "crashed"
             try:
                 # Returns at the end of the stream; after POLL, with what has arrived by then.
-                data = channel.recv(1 << 16, socket.MSG_WAITALL)
+                data = channel.recv(1 << 16, WAIT)
                 if not data:
                     return outcomes, "crashed"
             except BlockingIOError:

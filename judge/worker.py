@@ -114,6 +114,8 @@ def run_child(
     try:
         # The parent's clock is the limit; this one is for when the parent is gone.
         set_limits({"CPU": SECONDS_OF_CHILD})
+        if sys.platform != "linux":  # where no filter of system calls forbids new processes
+            set_limits({"NPROC": 0})
         if libc:
             libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
             if rules >= 0 and libc.syscall(RESTRICT_SELF, rules, 0) != 0:

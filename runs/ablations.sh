@@ -5,7 +5,7 @@
 # normalisation, with a value head, untrained; for comparison, true credit and random ranks.
 # Then SWEET-RL's own ranks with another pairing rule, and LoRA, which trains matrices of rank 16 in
 # place of all weights. FULL=1, as with runs/toy.sh, gives those of the tables.
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
 OUT=${OUT:-$TOY$SUFFIX}

@@ -13,7 +13,7 @@
 # The learning rates are starts that nobody has tried: watch train/margin rise.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or one behind
 # HUMAN_URL).
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 HUMAN=(--human "${HUMAN_URL:-http://localhost:8000/v1}")

@@ -16,7 +16,7 @@
 # GPU. Disk: 300 GB under OUT, which all nodes share.
 # SHORT=1 is a smoke run on the CPU: the embedded world, toy/base, its scripted human (or one behind
 # HUMAN_URL).
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 RUN=${RUN:-torchrun --nproc_per_node 8}
 OUT=${OUT:-runs/out/backend_8b${SHORT:+_short}}

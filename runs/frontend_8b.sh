@@ -15,7 +15,7 @@
 # them. Estimated (docs/scaling.md): 8 to 10 hours on eight GPUs, disk as there.
 # SHORT=1 is a smoke run on the CPU: the embedded pages, their scripted human (or HUMAN_URL),
 # toy/base_frontend as agent and critic.
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 RUN=${RUN:-torchrun --nproc_per_node 8}
 OUT=${OUT:-runs/out/frontend_8b${SHORT:+_short}}

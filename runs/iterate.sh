@@ -4,7 +4,7 @@
 # base each time and learns from the episodes of all rounds, since a trained policy no longer reads
 # a solution as well as the base. Then the table.
 # To resume after a first round: FIRST=2 MODEL=DIR EARLIER=FILE (its policy and its episodes).
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
 ROUNDS=${ROUNDS:-2}

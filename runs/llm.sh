@@ -10,7 +10,7 @@
 # bf16 is fast on GPUs, and on CPUs with avx512_bf16; elsewhere give DTYPE=float32.
 # TASKS=120 trains on fewer tasks; SPLIT=valid plays those that settings are chosen on; SHORT=1 is a
 # smoke run, with few tasks whatever TASKS says.
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 OUT=${OUT:-runs/out/llm${SHORT:+_short}}

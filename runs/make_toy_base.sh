@@ -8,7 +8,7 @@
 # For a world of other details: WORLD=256/16/5/2-3 BASE=runs/out/base_16 runs/make_toy_base.sh
 # For one that was never shown which questions a solution makes worth asking, but says what it holds
 # when asked: READ=recite BASE=runs/out/reciting runs/make_toy_base.sh
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 DOMAIN=${DOMAIN:-backend}
 OUT=${OUT:-runs/out/base_$DOMAIN}

@@ -3,7 +3,7 @@
 # test, report. SEED, OUT, TASKS and TEST can be set. FULL=1 has about twice as many tasks (for
 # pages, the same number): most tables of docs/measured.md were measured with it. SHORT=1 is a smoke
 # run with few tasks, whatever TASKS and TEST say.
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
 OUT=${OUT:-$TOY$SUFFIX}
@@ -47,8 +47,11 @@ step "4. Test: $TEST tasks that training has not seen"
 play sweet "$OUT/sweet"
 play rft "$OUT/rft"
 echo "Multi-turn DPO and the base on the other core:"
-tail -n 1 -f --pid="$OTHER" "$OUT/other.log" # until it has ended
+tail -n 1 -f "$OUT/other.log" &
+TAIL=$!
 finished
+sleep 1 # for its last lines
+{ kill "$TAIL" && wait "$TAIL"; } 2>/dev/null || true
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
 POLICIES=()

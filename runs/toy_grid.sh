@@ -4,12 +4,12 @@
 # pairing rule, a critic without the solution, rejection fine-tuning and the base.
 # CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes. The table goes to ROOT/table.json;
 # TABLE= names another to add the runs to, such as the committed runs/out/toy_grid.json.
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 ROOT=${ROOT:-runs/out/grid}
 SEEDS=${SEEDS:-0 1}
 FULL=1 # the settings of the tables
-CELLS=${CELLS:-$(echo 64/10/{5,6,8}/4-5:{800,200})}
+[ -n "${CELLS:-}" ] || CELLS=$(echo 64/10/{5,6,8}/4-5:{800,200})
 for cell in $CELLS; do
   WORLD=${cell%:*} TASKS=${cell#*:}
   name=${WORLD//\//_}.$TASKS

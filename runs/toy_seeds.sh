@@ -3,7 +3,7 @@
 # ROOT/table.json. Resumes; ONLY=toy omits ablations, best of N and round 2. The committed tables are
 # runs/out/toy_seeds.json, runs/out/toy_seeds_frontend.json and, with FULL= in front (the tasks of
 # make toy), runs/out/toy_seeds_225_tasks.json; TABLE= names one to add the runs to.
-set -euo pipefail
+set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend} FULL=${FULL-1}
 N=${1:-5}

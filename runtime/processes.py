@@ -3,6 +3,7 @@
 import ctypes
 import datetime
 import os
+import resource
 import signal
 import sys
 import typing
@@ -54,6 +55,7 @@ SIGNAL_OF_PARENTS_DEATH = 1  # option of prctl
 # Within a training step no rank waits for long, so one that is silent for this many minutes hangs.
 # With nccl, torch's watchdog then ends the process and says which collective timed out.
 STEP_MINUTES = 30
+OPEN_FILES = 4096
 
 
 def own_rank():
@@ -114,12 +116,21 @@ def end_with_parent(number):
             raise SystemExit("torchrun has ended")
 
 
+def allow_connections():
+    """Raise the limit of open files, such as a server's connections: macOS begins with 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def launch(main, args,
            advice="What was finished is on disk; rerun the same command to resume."):
     """Run a script's `main`; what stops it from outside becomes a sentence with this advice."""
     # shells start background jobs with SIGINT ignored, so it is set here, too
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
+    allow_connections()
     try:
         main(args)
         print(end="", flush=True)  # a closed pipe shows here, not at the exit

@@ -70,7 +70,7 @@ def wait(processes, deadline):
                 running.remove(process)
                 code = code or process.exitcode
     for process in running:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
     return code if code or not running else None

@@ -614,7 +614,7 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
         (2, "2.5", "the solution raised KeyError"),
         (2, "99", "the solution timed out"),
     ]
-    assert status["limits"]
+    assert status["limits"] or sys.platform != "linux"
 
 
 def memory(pid):

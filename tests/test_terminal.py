@@ -155,7 +155,7 @@ def test_check_ends_well_if_all_can_be_solved_and_refuses_where_none_can(tmp_pat
     colbench.main(["check", str(write(tmp_path / "good.jsonl", TASKS[:1])), *flags])
     printed = capsys.readouterr().out
     assert f"1 of 1 tasks can be solved in full (judge {profile})" in printed
-    assert "protection limits         active" in printed
+    assert "protection limits         active" in printed or sys.platform != "linux"
     with pytest.raises(SystemExit, match="found no test that can be passed"):
         colbench.main(["check", str(write(tmp_path / "bad.jsonl", TASKS[3:])), *flags])
 
