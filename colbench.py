@@ -30,6 +30,7 @@ formats/read.py reads files and checks every line.
 import base64
 import bisect
 import functools
+import os
 import re
 import typing
 
@@ -341,10 +342,12 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
     for turn, index in enumerate(turn_starts(messages, generation_prompt)):
         before = render(tokenizer, messages[:index])  # with the generation prompt
         if not before.startswith(rendered):
+            kept = os.path.commonprefix([before, rendered])
             raise UnnestedTemplate(
                 f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
-                " turns when later ones come), so a dialogue is not one sequence; expected a"
-                " template that keeps them, like Llama's; take another model, or edit its template")
+                f" turns when later ones come, here from {rendered[len(kept):][:60]!r} on), so a"
+                " dialogue is not one sequence; expected a template that keeps them, like Llama's;"
+                " take another model, or edit its template")
         # some tokenizers encode text differently after an end-of-turn token
         after_turn = ids[-1:] == [end_id]  # not at the start, nor after a turn that was cut
         added = template_ids(tokenizer, before[len(rendered):], after_turn)

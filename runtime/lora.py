@@ -57,8 +57,9 @@ def add_matrices(model, rank, alpha):
     kinds = {name.split(".")[-1] for name in layers}
     missing = set(LINEAR_LAYERS) - kinds
     if missing:
-        raise SystemExit(f"found no {' '.join(sorted(missing))}, expected linear layers"
-                         f" of the decoder: {', '.join(sorted(kinds))}")
+        raise SystemExit(f"--lora_rank: found no {' '.join(sorted(missing))}, expected a decoder"
+                         f" with all of {', '.join(LINEAR_LAYERS)} (this one's linear layers are"
+                         f" {', '.join(sorted(kinds))}); train it without --lora_rank")
     for name, base in layers.items():
         if name.split(".")[-1] in LINEAR_LAYERS:
             decoder.set_submodule(name, LoraLinear(base, rank, alpha))

@@ -149,12 +149,14 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     stored = "auto"  # as in its files; converted below, parameter by parameter
     if is_quantised(load_config(path)):
         stored = dtype
-    elif apart:  # the matrices are subtracted in fp32
+    elif apart or dtype == "float32":
+        # matrices are subtracted in fp32; and what is no parameter, such as the scale of Gemma's
+        # embeddings, would keep the rounding of the files' type
         stored = "float32"
     try:
         model, report = model_class.from_pretrained(
             path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).partition("Model type should be one of")[0].strip()  # 200 names follow
         raise SystemExit(
             f"{path}: could not open the model ({type(error).__name__}: {reason}); expected a"
@@ -196,7 +198,9 @@ def open_to_train(args, run, model_class=transformers.AutoModelForCausalLM, **op
         if hasattr(model, "score"):
             model.score.float().requires_grad_()
     else:  # as it is stored: `shard` makes it fp32 and moves it, layer by layer
-        model = load_model(args.model, run.device, model_class, dtype="auto", move=False, **options)
+        in_fp32 = compute_dtype(run.device, args.dtype) == "float32"
+        model = load_model(args.model, run.device, model_class, move=False,
+                           dtype="float32" if in_fp32 else "auto", **options)
     # transformers gives the pad token's embedding no gradient; where that token is a real one, too
     # (many models' end of text), it has to learn. Padding never reaches a loss here
     model.get_input_embeddings().padding_idx = None

@@ -185,7 +185,7 @@ class LocalSpeaker(Speaker):
         return cache, mask, logits
 
     def _utterance(self, sample):
-        text = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+        text = text_of(self.tokenizer, sample.tokens)
         return Utterance(with_opening(text, self.opens_thoughts), sample.finished)
 
 
@@ -205,8 +205,11 @@ def in_batches(indices, prompts, size):
         yield batch
 
 
+CACHED_KINDS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+
+
 def refuse_unfit_layers(model, path):
-    """Refuse models with recurrent layers, and with layers that attend to pictures.
+    """Refuse models with indexed or recurrent layers, and with layers that attend to pictures.
 
     Rows are padded, and they join and leave a batch. Keys and values allow this, a recurrent state
     does not.
@@ -217,11 +220,11 @@ def refuse_unfit_layers(model, path):
                          " that reads texts alone to sample from; serve it and give the server's"
                          " address")
     kinds = set(getattr(config, "layer_types", None) or ())
-    recurrent = sorted(kind for kind in kinds if not kind.endswith("_attention")
-                       or kind == "linear_attention")
-    if recurrent or model._is_stateful:
-        raise SystemExit(f"{path}: found a model with recurrent layers"
-                         f" ({', '.join(recurrent) or type(model).__name__}), expected one of"
+    unfit = sorted(kinds - CACHED_KINDS)
+    # an architecture may have recurrent layers of which a model has none, such as Granite 4 Micro
+    if unfit or (model._is_stateful and not kinds):
+        raise SystemExit(f"{path}: found a model with indexed or recurrent layers"
+                         f" ({', '.join(unfit) or type(model).__name__}), expected one of"
                          " attention layers alone to sample from; serve it and give the server's"
                          " address")
 
@@ -238,6 +241,32 @@ def with_opening(text, opened):
     Without the tag, such thoughts would pass for speech.
     """
     return THOUGHTS + text if opened and END_OF_THOUGHTS not in text else text
+
+
+SPECIAL_THOUGHTS = (  # what opens and closes thoughts where special tokens do, which are left out
+    (THOUGHTS, END_OF_THOUGHTS),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss
+    ("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+)
+
+
+def text_of(tokenizer, tokens):
+    """The text of tokens without the special ones; thoughts stand between the usual tags."""
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    whole = tokenizer.decode(tokens)
+    for tags in SPECIAL_THOUGHTS:
+        if any(tag in whole for tag in tags) and not any(tag in text for tag in tags):
+            opening, closing = tags
+            *thoughts, said = whole.replace(opening, "").split(closing)
+            tagged = "".join([*thoughts, END_OF_THOUGHTS, said]) if thoughts else said
+            for token in tokenizer.added_tokens_decoder.values():
+                if token.special and str(token) != END_OF_THOUGHTS:
+                    tagged = tagged.replace(str(token), "")
+            return THOUGHTS + tagged
+    return text
 
 
 def encode_prompt(tokenizer, messages):

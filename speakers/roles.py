@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from colbench import DOMAINS, agent_prompt_of
+from colbench import DOMAINS, END_OF_THOUGHTS, THOUGHTS, agent_prompt_of, encode_dialogue
 from formats.read import one_domain, read_tasks
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
@@ -106,9 +106,24 @@ def read_prompts(args, tasks, domain):
 
 
 def open_agent(args, process):
-    return load_speaker(args.agent, "agent", SpeakerSettings(
+    agent = load_speaker(args.agent, "agent", SpeakerSettings(
         args.agent_model, args.temperature, args.max_new_tokens, args.batch_size, process.device,
         args.dtype))
+    if not is_server(args.agent) and not is_scripted(args.agent):
+        say_if_untrainable(agent.tokenizer, process.say)
+    return agent
+
+
+def say_if_untrainable(tokenizer, say):
+    """Say, before hours of play, that training would refuse what this model plays."""
+    for text, which in (("y", ""), (f"{THOUGHTS}\nx\n{END_OF_THOUGHTS}\n\ny", " with thoughts")):
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
+                    {"role": "assistant", "content": text}, {"role": "user", "content": "v"}]
+        try:
+            encode_dialogue(tokenizer, messages, generation_prompt=True)
+        except SystemExit as reason:
+            say(f"{reason}. This model can play, but training refuses its dialogues{which}")
+            return
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from runtime.models import default_device, load_config, load_model
 from runtime.templates import render
 from speakers.interface import Speaker, Utterance
 from speakers.local import (
-    opens_thoughts, pick_tokens, stop_tokens, uniform_numbers, with_opening)
+    opens_thoughts, pick_tokens, stop_tokens, text_of, uniform_numbers, with_opening)
 from speakers.pool import gather
 
 # -----------------------------------------------------------------------------
@@ -206,5 +206,5 @@ class VisionSpeaker(Speaker):
         ends = [index for index, token in enumerate(ids) if token in self.stops]
         if ends:
             ids = ids[:ends[0]]
-        text = self.processor.tokenizer.decode(ids, skip_special_tokens=True)
+        text = text_of(self.processor.tokenizer, ids)
         return Utterance(with_opening(text, self.opens_thoughts), finished=bool(ends))

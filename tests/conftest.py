@@ -62,6 +62,9 @@ PLAIN = (
 )
 # It begins with the count of messages so far, so each message changes all text before it
 UNNESTED = "{{ messages | length }}" + PLAIN
+# Earlier turns keep their words, but not their thoughts
+LOSES_THOUGHTS = PLAIN.replace(
+    "m['content'] +", "(m['content'] if loop.last else m['content'].split('</think>')[-1]) +")
 # In our own words, with the structure of each family: what surrounds a message, how a turn ends,
 # and what becomes of the system role
 TEMPLATES = {

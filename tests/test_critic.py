@@ -40,6 +40,18 @@ def with_rewards(*rewards, **more):
     return [episode("t", reward, sample, **more) for sample, reward in enumerate(rewards)]
 
 
+def test_a_critic_that_has_not_moved_gives_advantages_of_0_whatever_its_files_hold(tmp_path):
+    tokenizer = byte_tokenizer("llama3")
+    tiny_model(tokenizer, "gemma3_text").bfloat16().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    episodes = write_episodes(tmp_path / "e.jsonl", tasks=2)
+    run_script("train_critic.py", *training(episodes, tmp_path / "base", tmp_path / "critic",
+                                            "--lr", 0, "--holdout", 0, "--max_steps", 1))
+    critic = Critic(str(tmp_path / "critic"), "cpu")
+    values = critic.advantages(TASK, dialogue("x"), ["one turn", "another"], [True, True])
+    assert values == [0.0, 0.0]
+
+
 # -----------------------------------------------------------------------------
 # The equations, against slow loops written from the paper
 

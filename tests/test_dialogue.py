@@ -5,7 +5,7 @@ import json
 
 import numpy
 import pytest
-from conftest import PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
+from conftest import LOSES_THOUGHTS, PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from colbench import (
@@ -390,6 +390,12 @@ def test_an_end_of_turn_token_takes_in_the_line_end_after_it_as_in_the_whole_tex
     ids, _ = encode_dialogue(tokenizer, messages, generation_prompt=True)
     assert ids == prompt_ids(tokenizer, [render(tokenizer, messages)])[0]
     assert tokenizer.convert_tokens_to_ids("\n") not in ids
+
+
+def test_a_turn_that_the_template_changes_later_is_quoted():
+    messages = dialogue("a", "<think>x</think>b", "c", "d")
+    with pytest.raises(SystemExit, match="does not nest .*, here from '<think>x</think>b<end>"):
+        encode_dialogue(byte_tokenizer(LOSES_THOUGHTS), messages)
 
 
 @pytest.mark.parametrize("template, found", [

@@ -24,7 +24,8 @@ VARIANTS = ("variants/sft.py", "variants/value_critic.py", "variants/best_of_n.p
 STAGES = (*SCRIPTS[1:], *VARIANTS)
 LAUNCHERS = ("python", "torchrun")
 PROGRAMS = (*LAUNCHERS, "make", "bash", "hf", "vllm")  # that shell blocks may call; add a new one
-OTHERS_FLAGS = ("--generation-config", "--nproc_per_node", "--standalone")  # of no Python script of ours
+# of no Python script of ours
+OTHERS_FLAGS = ("--generation-config", "--nproc_per_node", "--standalone")
 MADE_BY_RUNS = ("agent_prompt.txt", "results.md", "resume/")
 
 

@@ -20,6 +20,7 @@ import torch
 from conftest import (
     byte_tokenizer, dialogue, episode, ranked_state, refusal, run_script, tiny_model, training,
     write_episodes, write_rows)
+from transformers import AutoModelForCausalLM
 
 import collect
 import evaluate
@@ -401,6 +402,23 @@ def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path)
     with pytest.raises(SystemExit, match=f"{tmp_path / 'model'}: found .*another --output"):
         claim_output(tmp_path / "model/run.json", flags, inputs, PROCESS, ())
     assert not (tmp_path / "model/run.json").exists()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+def test_a_model_stored_in_bf16_opens_in_fp32_as_transformers_opens_it(family, tmp_path):
+    tiny_model(byte_tokenizer("llama3"), family).bfloat16().save_pretrained(tmp_path)
+    ids = torch.arange(3, 40)[None]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits
+    assert torch.equal(load_model(str(tmp_path), dtype="float32")(ids).logits, expected)
+
+
+def test_a_model_that_needs_another_package_is_a_sentence(tiny):
+    def from_pretrained(*_, **__):
+        raise ImportError("Using mxfp4 requires Accelerate")
+
+    quantised = types.SimpleNamespace(from_pretrained=from_pretrained)
+    with pytest.raises(SystemExit, match="could not open the model .ImportError: Using mxfp4 req"):
+        load_model(tiny(), model_class=quantised)
 
 
 def test_a_node_waits_for_the_leaders_record_and_refuses_a_directory_of_its_own(

@@ -1,11 +1,13 @@
 """Speakers in this process: local models and scripts."""
 
+import types
 import weakref
 
 import pytest
 import torch
 import transformers
-from conftest import TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model
+from conftest import (
+    LOSES_THOUGHTS, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model)
 from parties import ask_all, slow_text
 
 import speakers.local
@@ -14,7 +16,10 @@ from judge.sandbox import ANSWER_MARKER
 from runtime.models import context_length
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings, Utterance
-from speakers.local import LocalSpeaker, encode_prompt, pick_tokens, uniform_numbers
+from speakers.local import (
+    SPECIAL_THOUGHTS, LocalSpeaker, encode_prompt, pick_tokens, refuse_unfit_layers, text_of,
+    uniform_numbers)
+from speakers.roles import say_if_untrainable
 from toy.world import toy_tasks
 
 # -----------------------------------------------------------------------------
@@ -199,6 +204,45 @@ def test_a_kept_dialogue_continues_alike_however_much_is_new_in_the_others(famil
 def test_a_model_with_recurrent_layers_is_refused_with_a_sentence():
     with pytest.raises(SystemExit, match=r"recurrent layers \(linear_attention\), .*; serve it"):
         speaker(family="qwen3_5_text")
+
+
+def test_a_model_of_a_recurrent_architecture_without_recurrent_layers_is_not_refused():
+    granite = types.SimpleNamespace(_is_stateful=True, config=transformers.LlamaConfig())
+    for kinds in ([], ["mamba"], ["full_attention", "indexed_attention"]):
+        granite.config.layer_types = kinds
+        with pytest.raises(SystemExit, match="found a model with indexed or recurrent layers"):
+            refuse_unfit_layers(granite, "granite")
+    granite.config.layer_types = ["attention", "sliding_attention"]
+    refuse_unfit_layers(granite, "granite")
+
+
+@pytest.mark.parametrize("words, spoken", [
+    ("<|channel|>analysis<|message|>It is x.<|end|><|start|>assistant<|channel|>final<|message|>Y.",
+     "Y."),
+    ("<|channel|>final<|message|>Y.", "Y."),
+    ("<|channel|>analysis<|message|>It is", None),
+    ("[THINK]It is x.[/THINK]Y.", "Y."),
+    ("It is x.[/THINK]Y.", "Y."),  # where the prompt opens them
+    ("<think>It is x.</think>Y.", "Y."),
+    ("Y.", "Y."), ("Y.[other]", "Y.")])
+def test_thoughts_between_special_tokens_are_no_speech(words, spoken):
+    tokenizer = byte_tokenizer("llama3")
+    special = [tag for tags in SPECIAL_THOUGHTS for tag in tags if tag[-1] in "]>" and "[" in tag]
+    tokenizer.add_special_tokens({"additional_special_tokens": [
+        *special, "<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>",
+        "[other]"]})
+    text = text_of(tokenizer, tokenizer.encode(words, add_special_tokens=False))
+    assert without_thoughts(text) == spoken
+    assert "special" not in text and not set("[|") & set(text)
+
+
+def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
+    for template, told in (("llama3", []), (UNNESTED, [""]), (LOSES_THOUGHTS, [" with thoughts"])):
+        said = []
+        say_if_untrainable(byte_tokenizer(template), said.append)
+        assert len(said) == len(told)
+        for line, which in zip(said, told, strict=True):
+            assert line.endswith(f"training refuses its dialogues{which}")
 
 
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
