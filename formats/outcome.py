@@ -23,10 +23,11 @@ def outcome_of(task, history, grade):
 
 def refuse_grade(task, grade):
     """Refuse a grade that no later stage would read, at the first dialogue of a new domain."""
-    number = type(grade.reward) in (int, float) and 0 <= grade.reward <= MOST_REWARD
-    success = grade.reward == 1 if DOMAINS[task["domain"]].has_success else None
-    if not number or grade.success is not success:
-        raise SystemExit(f"the judge of {task['domain']} tasks: found reward {grade.reward!r} and"
+    reward = grade.reward
+    number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
+    success = bool(reward == 1) if DOMAINS[task["domain"]].has_success else None
+    if not number or not 0 <= reward <= MOST_REWARD or grade.success is not success:
+        raise SystemExit(f"the judge of {task['domain']} tasks: found reward {reward!r} and"
                          f" success {grade.success!r}, expected a number from 0 to 1 as the reward,"
                          " and as success whether it is 1 (None if the domain has no success)")
 

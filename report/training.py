@@ -77,13 +77,17 @@ def training_method(script, flags):
 
 
 def method_among(run, training):
-    """What a run's checkpoint is, and its flags that differ in other runs of which as much holds.
-    """
+    """What a run's checkpoint is, with the flags in which it differs from others of its method."""
     what = training_method(run.script, run.flags)
+    if not what:
+        return ""
     alike = [other for other in training if training_method(other.script, other.flags) == what]
-    differing = [f"--{name} {value}" for name, value in run.flags.items()
-                 if any(other.flags.get(name) != value for other in alike)]
-    return ", ".join([what, *differing])
+    for name, value in run.flags.items():
+        given = value is not None and value is not False
+        if given and any(other.flags.get(name) != value for other in alike):
+            values = value if isinstance(value, list) else [value]
+            what += ", " + " ".join([f"--{name}", *(f"{one}" for one in values if one is not True)])
+    return what
 
 
 def short_name(model):

@@ -171,7 +171,7 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
             " checkpoint of one architecture; train it again or choose another")
     if apart:
         model = take_apart(model, path)
-    elif dtype != stored:  # one by one, so that ranks never hold copies of the whole model
+    elif dtype != stored:  # one by one, so that in bf16 ranks never hold copies of the whole model
         for parameter in model.parameters():
             parameter.data = parameter.data.to(device if move else "cpu", getattr(torch, dtype))
     return model.to(device) if move else model
@@ -188,8 +188,8 @@ def open_to_train(args, run, model_class=transformers.AutoModelForCausalLM, **op
     type that models compute in.
     """
     if is_critic(args.model):
-        run.say(f"{args.model}: found a critic, which was trained with the solution in front; a"
-                " training usually starts from a policy, or from the critic's --model")
+        run.say(f"{args.model}: found a critic, which was trained to judge turns; a training"
+                " usually starts from a policy, or from the critic's --model")
     torch.manual_seed(args.seed)  # what starts from random weights is equal on every rank
     if args.lora_rank:
         model = load_model(args.model, run.device, model_class, dtype=args.dtype,
@@ -197,7 +197,7 @@ def open_to_train(args, run, model_class=transformers.AutoModelForCausalLM, **op
         add_matrices(model, args.lora_rank, args.lora_alpha or 2 * args.lora_rank)
         if hasattr(model, "score"):
             model.score.float().requires_grad_()
-    else:  # as it is stored: `shard` makes it fp32 and moves it, layer by layer
+    else:  # in bf16 as it is stored: `shard` makes it fp32 and moves it, layer by layer
         in_fp32 = compute_dtype(run.device, args.dtype) == "float32"
         model = load_model(args.model, run.device, model_class, move=False,
                            dtype="float32" if in_fp32 else "auto", **options)

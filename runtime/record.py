@@ -271,9 +271,12 @@ def run_files(*checkpoints):
 
 
 def is_critic(path):
-    """Whether a directory holds a model that was trained with the solution in front."""
+    """Whether a directory holds a critic, as its record says."""
     record = Path(path, "run.json")
-    return record.is_file() and "privileged" in read_run(record)["flags"]
+    try:
+        return record.is_file() and "privileged" in read_run(record)["flags"]
+    except SystemExit:  # another program's file
+        return False
 
 
 def read_run(path):

@@ -223,7 +223,7 @@ def refuse_unfit_layers(model, path):
     unfit = sorted(kinds - CACHED_KINDS)
     # an architecture may have recurrent layers of which a model has none, such as Granite 4 Micro
     if unfit or (model._is_stateful and not kinds):
-        raise SystemExit(f"{path}: found a model with indexed or recurrent layers"
+        raise SystemExit(f"{path}: found a model with indexed, compressed or recurrent layers"
                          f" ({', '.join(unfit) or type(model).__name__}), expected one of"
                          " attention layers alone to sample from; serve it and give the server's"
                          " address")
@@ -232,7 +232,7 @@ def refuse_unfit_layers(model, path):
 def opens_thoughts(tokenizer):
     """Whether the template, and not the model, opens the thoughts of a reasoning model."""
     prompt = render(tokenizer, [{"role": "user", "content": "x"}])
-    return prompt.rstrip().endswith(THOUGHTS)
+    return prompt.rstrip().endswith(tuple(opening.strip() for opening, _ in SPECIAL_THOUGHTS))
 
 
 def with_opening(text, opened):

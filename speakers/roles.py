@@ -47,7 +47,7 @@ def read_tasks_and_prompts(args, process):
     fill_in_flags(args, tasks, domain, process.say)
     refuse_unplayable(args, domain)
     if is_critic(args.agent):
-        process.say(f"{args.agent}: found a critic, which was trained with the solution in front;"
+        process.say(f"{args.agent}: found a critic, which was trained to judge turns;"
                     " as the agent, usually a policy plays, or the critic's --model")
     prompts = read_prompts(args, tasks, domain)
     return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
@@ -115,14 +115,14 @@ def open_agent(args, process):
 
 
 def say_if_untrainable(tokenizer, say):
-    """Say, before hours of play, that training would refuse what this model plays."""
+    """Say, before hours of play, if training will refuse what this model plays."""
     for text, which in (("y", ""), (f"{THOUGHTS}\nx\n{END_OF_THOUGHTS}\n\ny", " with thoughts")):
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
                     {"role": "assistant", "content": text}, {"role": "user", "content": "v"}]
         try:
             encode_dialogue(tokenizer, messages, generation_prompt=True)
         except SystemExit as reason:
-            say(f"{reason}. This model can play, but training refuses its dialogues{which}")
+            say(f"{reason}. Training will refuse this model's dialogues{which}")
             return
 
 

@@ -48,16 +48,18 @@ def load_processor(path):
 
 def processor_class(path):
     """The class that the checkpoint names (Pixtral's is not its model's), or that of its model."""
-    named, _ = transformers.ProcessorMixin.get_processor_dict(path)
-    name = named.get("processor_class") or get_tokenizer_config(path).get("processor_class")
+    of_processor, _ = transformers.ProcessorMixin.get_processor_dict(path)
+    of_pictures, _ = transformers.ImageProcessingMixin.get_image_processor_dict(path)
+    for file in of_processor, of_pictures, get_tokenizer_config(path):
+        found = processor_class_from_name(file.get("processor_class", ""))
+        if found:
+            return found
     config = load_config(path)
-    found = name and processor_class_from_name(name)
-    found = found or transformers.PROCESSOR_MAPPING.get(type(config), None)
-    if not found:
-        raise SystemExit(f"{path}: found a model of type {config.model_type}, for which"
-                         " transformers has no processor, expected one that it has; choose another,"
-                         " or serve it and give the server's address")
-    return found
+    if type(config) not in transformers.PROCESSOR_MAPPING:
+        raise SystemExit(f"{path}: found a model of type {config.model_type} whose files name no"
+                         " processor, expected a processor_class in preprocessor_config.json;"
+                         " choose another, or serve it and give the server's address")
+    return transformers.PROCESSOR_MAPPING[type(config)]
 
 
 def without_videos(base):

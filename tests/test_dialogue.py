@@ -225,7 +225,7 @@ def test_a_new_domains_grade_that_no_stage_would_read_is_refused_at_its_first_di
         reward, success):
     task = {"domain": "backend", "ground_truth": "x"}
     history = [{"role": "assistant", "content": "y"}]
-    for good in (Grade(1.0, True, {}), Grade(0, False, {})):
+    for good in (Grade(1.0, True, {}), Grade(0, False, {}), Grade(numpy.float64(0.5), False, {})):
         assert outcome_of(task, history, good)["success"] == good.success
     with pytest.raises(SystemExit, match="the judge of backend tasks: found reward .*expected a n"):
         outcome_of(task, history, Grade(reward, success, {}))

@@ -582,16 +582,18 @@ def test_what_a_fork_logs_of_its_training_is_drawn_under_its_own_name(tmp_path):
 
 
 def test_runs_of_one_method_are_told_apart_by_the_flags_that_differ(tmp_path):
-    flags = {"privileged": "ground_truth", "nll": 0.01, "model": "toy/base", "seed": 0}
+    flags = {"privileged": "ground_truth", "nll": 0.01, "model": "toy/base", "seed": 0,
+             "packed": False, "episodes": ["e"]}
     runs = []
-    for name, script, more in (("a", "train_critic.py", {}), ("b", "train_critic.py", {"nll": 0.0}),
+    for name, script, more in (("a", "train_critic.py", {}), ("b", "train_critic.py", {
+            "nll": 0.0, "packed": True, "episodes": ["e", "f"]}),
                                ("policy", "train_policy.py", {"candidates": "c", "nll": 3.0})):
         (tmp_path / name).mkdir()
         steps = [{"step": 0, "train/loss": 1.0}]
         runs.append(read_training(name, write_run(tmp_path / name, steps, script, **flags | more)))
     critic = "log-ratio critic that sees the solution, from toy/base"
     assert [method_among(run, runs[:2]) for run in runs[:2]] == [
-        f"{critic}, --nll 0.01", f"{critic}, --nll 0.0"]
+        f"{critic}, --nll 0.01, --episodes e", f"{critic}, --nll 0.0, --packed, --episodes e f"]
     assert method_among(runs[0], runs[::2]) == critic
     assert method_among(runs[2], runs).endswith("from toy/base")
 

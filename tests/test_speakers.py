@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import (
-    LOSES_THOUGHTS, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model)
+    LOSES_THOUGHTS, PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model)
 from parties import ask_all, slow_text
 
 import speakers.local
@@ -17,8 +17,8 @@ from runtime.models import context_length
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import (
-    SPECIAL_THOUGHTS, LocalSpeaker, encode_prompt, pick_tokens, refuse_unfit_layers, text_of,
-    uniform_numbers)
+    LocalSpeaker, encode_prompt, opens_thoughts, pick_tokens, refuse_unfit_layers, text_of,
+    uniform_numbers, with_opening)
 from speakers.roles import say_if_untrainable
 from toy.world import toy_tasks
 
@@ -210,7 +210,7 @@ def test_a_model_of_a_recurrent_architecture_without_recurrent_layers_is_not_ref
     granite = types.SimpleNamespace(_is_stateful=True, config=transformers.LlamaConfig())
     for kinds in ([], ["mamba"], ["full_attention", "indexed_attention"]):
         granite.config.layer_types = kinds
-        with pytest.raises(SystemExit, match="found a model with indexed or recurrent layers"):
+        with pytest.raises(SystemExit, match="found a model with indexed, compressed or"):
             refuse_unfit_layers(granite, "granite")
     granite.config.layer_types = ["attention", "sliding_attention"]
     refuse_unfit_layers(granite, "granite")
@@ -222,18 +222,28 @@ def test_a_model_of_a_recurrent_architecture_without_recurrent_layers_is_not_ref
     ("<|channel|>final<|message|>Y.", "Y."),
     ("<|channel|>analysis<|message|>It is", None),
     ("[THINK]It is x.[/THINK]Y.", "Y."),
+    ("<|channel>thought\nIt is x.<channel|>Y.", "Y."),
+    ("<seed:think>It is x.</seed:think>Y.", "Y."),
+    ("<|START_THINKING|>It is x.<|END_THINKING|>Y.", "Y."),
     ("It is x.[/THINK]Y.", "Y."),  # where the prompt opens them
     ("<think>It is x.</think>Y.", "Y."),
     ("Y.", "Y."), ("Y.[other]", "Y.")])
 def test_thoughts_between_special_tokens_are_no_speech(words, spoken):
     tokenizer = byte_tokenizer("llama3")
-    special = [tag for tags in SPECIAL_THOUGHTS for tag in tags if tag[-1] in "]>" and "[" in tag]
+    special = ["[THINK]", "[/THINK]", "<seed:think>", "</seed:think>", "<|START_THINKING|>",
+               "<|END_THINKING|>", "<|channel>", "<channel|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": [
         *special, "<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>",
         "[other]"]})
     text = text_of(tokenizer, tokenizer.encode(words, add_special_tokens=False))
     assert without_thoughts(text) == spoken
-    assert "special" not in text and not set("[|") & set(text)
+    assert not set("[|") & set(text)
+
+
+def test_thoughts_that_the_prompt_opens_with_a_special_token_and_that_are_cut_are_no_speech():
+    tokenizer = byte_tokenizer(PLAIN.replace("<start>assistant\n", "<start>assistant\n[THINK]"))
+    assert opens_thoughts(tokenizer) and not opens_thoughts(byte_tokenizer(PLAIN))
+    assert without_thoughts(with_opening("It is", opens_thoughts(tokenizer))) is None
 
 
 def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
@@ -242,7 +252,7 @@ def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
         say_if_untrainable(byte_tokenizer(template), said.append)
         assert len(said) == len(told)
         for line, which in zip(said, told, strict=True):
-            assert line.endswith(f"training refuses its dialogues{which}")
+            assert line.endswith(f"Training will refuse this model's dialogues{which}")
 
 
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():

@@ -80,7 +80,8 @@ def vision_value_class(path):
 
         def forward(self, **inputs):
             hidden = self.model(**inputs).last_hidden_state  # (R, T, D)
-            hidden = hidden + zero_of_vision(self)
+            if torch.is_grad_enabled():
+                hidden = hidden + zero_of_vision(self)
             return TokenClassifierOutput(logits=self.score(hidden))
 
     # transformers looks up by these names how a checkpoint spells its weights
