@@ -51,10 +51,11 @@ def sees_pictures(path):
     return type(load_config(path)) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def refuse_vision_language(path):
+def refuse_vision_language(config, path):
     """Refuse a vision-language model that cannot be opened as a model of texts."""
-    reads_texts = type(load_config(path)) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if sees_pictures(path) and not reads_texts:
+    kind = type(config)
+    if (kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
         raise SystemExit(f"{path}: found a vision-language model, expected a model of texts (only"
                          " the human of pages and variants/value_critic.py look at pictures);"
                          " choose one, or serve it and give the server's address")
@@ -143,11 +144,12 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
+    config = load_config(path)
     if model_class is transformers.AutoModelForCausalLM:
-        refuse_vision_language(path)
+        refuse_vision_language(config, path)
     apart = dtype == "bfloat16" and Path(path, MATRICES).is_file() and not merged
     stored = "auto"  # as in its files; converted below, parameter by parameter
-    if is_quantised(load_config(path)):
+    if is_quantised(config):
         stored = dtype
     elif apart or dtype == "float32":
         # matrices are subtracted in fp32; and what is no parameter, such as the scale of Gemma's

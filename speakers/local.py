@@ -260,8 +260,7 @@ def text_of(tokenizer, tokens):
     for tags in SPECIAL_THOUGHTS:
         if any(tag in whole for tag in tags) and not any(tag in text for tag in tags):
             opening, closing = tags
-            *thoughts, said = whole.replace(opening, "").split(closing)
-            tagged = "".join([*thoughts, END_OF_THOUGHTS, said]) if thoughts else said
+            tagged = whole.replace(opening, "").replace(closing, END_OF_THOUGHTS)
             for token in tokenizer.added_tokens_decoder.values():
                 if token.special and str(token) != END_OF_THOUGHTS:
                     tagged = tagged.replace(str(token), "")

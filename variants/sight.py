@@ -7,7 +7,6 @@ import functools
 import json
 
 import torch
-import torch.nn.functional as F
 import transformers
 
 from colbench import DOMAINS, image_part, request_index
@@ -109,9 +108,8 @@ def forward_seen(model, ids, input_ids, attention_mask, **seen):
     later = ids[:, input_ids.shape[1]:]  # a view
     later[later == model.config.image_token_id] = 0  # spelled out by a human, it is no picture
     for name, values in seen.items():
-        if values.shape == input_ids.shape:  # the kind of each token, which is 0 for text
-            seen[name] = F.pad(values, (0, later.shape[1]))
-        elif name == "cross_attention_mask":  # (1, T, pictures, tiles): later tokens see the same
-            last = values[:, -1:].expand(-1, later.shape[1], -1, -1)
+        if values.shape[:2] == input_ids.shape:  # (1, T, ...): the kind of each token, what it sees
+            # later tokens are as the last one of the opening, which is text, too
+            last = values[:, -1:].expand(-1, later.shape[1], *values.shape[2:])
             seen[name] = torch.cat([values, last], 1)
     return model(input_ids=ids, use_cache=False, **seen)
