@@ -11,7 +11,7 @@ from speakers.server import ServerSpeaker
 
 
 def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
-    """The speaker that `spec` names, for `role` ("agent" or "human"; it matters if scripted).
+    """The speaker that `spec` names, for `role` ("agent", "human", or "grader" for best of N).
 
     spec       scripted or scripted:MANNER    the parties of the embedded worlds, without a model
                http://host:port/v1            an OpenAI-compatible server
@@ -23,7 +23,7 @@ def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):
         _, _, manner = spec.partition(":")
         return ScriptedSpeaker(role, manner)
     if is_server(spec):
-        return ServerSpeaker(spec, settings)
+        return ServerSpeaker(spec, settings, role=role)
     if not pictures:
         from speakers.local import LocalSpeaker
 

@@ -83,7 +83,7 @@ class Progress:
         if self.step > 1:
             shown = f"of the first process: {shown}"
         self.bar.set_postfix_str(shown, refresh=False)
-        self.bar.update(rows)
+        self.bar.update(min(rows, self.bar.total - self.bar.n))
 
 
 def show_bug():

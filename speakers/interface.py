@@ -84,5 +84,5 @@ def stop_if_given_up(*speakers):
         if speaker.given_up:
             raise SystemExit(f"found a server that answers no request ({speaker.given_up}),"
                              " expected one that does; start it again, then rerun the same command"
-                             " to resume; or correct its address, the model's name or"
-                             " OPENAI_API_KEY")
+                             " to resume; or correct its address, the model's name or its key"
+                             " (OPENAI_API_KEY, or the party's own)")

@@ -59,13 +59,14 @@ class ServerSpeaker(Speaker):
     retries   attempts for each request, the first one included
     pause     seconds before the first retry; doubled before each further one
     timeout   seconds that a request may go without an answer
+    role      "agent", "human" or "grader", whose key it is
     """
 
-    def __init__(self, url, settings, retries=8, pause=0.2, timeout=300):
+    def __init__(self, url, settings, retries=8, pause=0.2, timeout=300, role="agent"):
         self.url = url.rstrip("/")
         self.opener = opener_for(url)
         self.retries, self.pause, self.timeout = retries, pause, timeout
-        self.key = api_key()
+        self.key = api_key(role)
         # Servers take their defaults from the checkpoint's recommendation, which often cuts the
         # policy down to its likelier words. top_p 1 undoes that in part; top_k and penalties have
         # to be switched off where the server starts, since not all servers know them.
@@ -302,14 +303,19 @@ class Unavailable(OSError):
         self.seconds = seconds
 
 
-def api_key():
-    """The key for all servers, or None; no message may quote it."""
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
+def api_key(role):
+    """The key of this party's server, such as HUMAN_API_KEY, else the one for all, or None.
+
+    An empty one means none. No message may quote it.
+    """
+    own = f"{role.upper()}_API_KEY"
+    name = own if own in os.environ else "OPENAI_API_KEY"
+    key = os.environ.get(name, "").strip()
     if not key:
         return None
     if not (key.isascii() and key.isprintable()):  # http.client would quote it in its error
-        raise SystemExit("OPENAI_API_KEY: found a key with unprintable or non-ASCII characters,"
-                         " expected one line of ASCII; set it again")
+        raise SystemExit(f"{name}: found a key with unprintable or non-ASCII characters, expected"
+                         " one line of ASCII; set it again")
     return key
 
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.pop("OPENAI_API_KEY", None)  # tests look for a key of their own
+for key in ("OPENAI_API_KEY", "AGENT_API_KEY", "HUMAN_API_KEY", "GRADER_API_KEY"):
+    os.environ.pop(key, None)  # tests look for a key of their own
 if "TEST_GPU" not in os.environ:  # tests/gpu_check.sh sets it
     # tests compare exact numbers, and start more processes than most machines have GPUs
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

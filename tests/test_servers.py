@@ -598,6 +598,17 @@ def test_a_line_break_after_the_api_key_is_dropped_a_bad_key_is_not_quoted(impat
             assert "secret" not in str(end.value) and "sk-" not in str(end.value)
 
 
+def test_a_party_with_a_key_of_its_own_gets_no_other(impatient, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-for-all")
+    monkeypatch.setenv("HUMAN_API_KEY", "sk-of-human")
+    monkeypatch.setenv("GRADER_API_KEY", "")
+    for role, expected in (("agent", {"Bearer sk-for-all"}), ("human", {"Bearer sk-of-human"}),
+                           ("grader", {None})):
+        with running(echo, models=ADAPTERS[:1]) as server:
+            assert ask_all(load_speaker(server.url, role), CONVERSATIONS[:1])[0][0].text
+            assert server.seen_keys == expected
+
+
 def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
     with running(echo) as other:
