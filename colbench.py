@@ -29,7 +29,6 @@ formats/read.py reads files and checks every line.
 
 import base64
 import bisect
-import functools
 import os
 import re
 import typing
@@ -377,9 +376,11 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     is their number. None if the last turn does not fit. What stands before the first turn stays:
     instructions and request.
     """
+    whole = encode_dialogue(tokenizer, messages, finished, generation_prompt)
+    if len(whole[0]) <= max_length:
+        return *whole, 0
     starts = turn_starts(messages, generation_prompt)
 
-    @functools.cache
     def without_oldest(dropped):
         kept = messages[:starts[0]] + messages[starts[dropped]:]
         return encode_dialogue(tokenizer, kept, finished[dropped:], generation_prompt)
@@ -387,10 +388,9 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     def fits(dropped):
         return len(without_oldest(dropped)[0]) <= max_length
 
-    dropped = 0
-    if not fits(0):  # the least number of turns, by bisection: logs may have hundreds
-        dropped = bisect.bisect_left(range(len(starts)), True, key=fits)
-    if dropped == len(starts):
+    # the least number of turns, by bisection: a log may have hundreds
+    dropped = bisect.bisect_left(range(1, len(starts)), True, key=fits) + 1
+    if dropped >= len(starts):
         return None
     return *without_oldest(dropped), dropped
 

@@ -19,9 +19,9 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
 The defaults are for an 8B model, with the numbers of the paper's Table 5. The tiny toy/base needs
 the values shown with it.
 
-Reads episodes and candidates (collect.py). Writes a Hugging Face checkpoint, with run.json and
-metrics.jsonl beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a
-line:
+Reads episodes (their task, dialogue_history, reward and success) and candidates, both of
+collect.py. Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it, and ranked
+candidates (`ranked.jsonl`) for train_policy.py, one state a line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...],
@@ -74,9 +74,10 @@ from runtime.training import Run
 # -----------------------------------------------------------------------------
 # The equations
 
-NORMALISERS = {  # name -> L of Eq. (3), at least 1, from the number of tokens of each turn, (R, S)
+NORMALISERS = {  # name -> L of Eq. (3) from the number of tokens of each turn, (R, S)
     "turn": lambda tokens: tokens,
-    "trajectory": lambda tokens: tokens.sum(1, keepdim=True),  # the official code
+    # the official code; a candidate to rank is a row of one turn, so there it equals "turn"
+    "trajectory": lambda tokens: tokens.sum(1, keepdim=True),
     "none": torch.ones_like,  # the ablation of Table 3
 }
 
@@ -89,7 +90,7 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `tokens` is how many tokens each turn has; all (R, S). Empty turns, and the padding of shorter
     dialogues, get 0.
     """
-    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; 1 for an empty turn, not 0
+    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L, at least 1; of an empty turn 1
     return (logprobs - reference) / divisor
 
 
@@ -116,8 +117,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(episodes, key=lambda episode: episode["reward"])
-        failed = best["success"] is False  # None: there are no tests (pages, logs)
-        better = [] if failed else [best]
+        better = [] if best["success"] is False else [best]  # None: no tests (pages, logs)
         worse = episodes
     elif rule == "success_vs_failure":
         better = [episode for episode in episodes if succeeded(episode)]
@@ -135,7 +135,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-# toy/base has learnt to read the solution in these words only
+# Any words do, but toy/base has learnt to read the solution in these only
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 # An entry may show any field of the task, but the same text for both dialogues of a pair; otherwise
 # the critic learns from that difference, not from the turns
@@ -183,8 +183,8 @@ def dialogue_row(tokenizer, episode, max_length, privileged="ground_truth"):
     """
     messages, finished = agent_view(episode)
     messages = critic_messages(episode["task"], messages, privileged)
-    fields = encode_within(tokenizer, messages, max_length, finished)
-    return Row(*fields) if fields else None  # ids, turn_index, dropped
+    fields = encode_within(tokenizer, messages, max_length, finished)  # ids, turn_index, dropped
+    return Row(*fields) if fields else None
 
 
 def dialogue_pairs(episodes, rule, margin):
@@ -208,8 +208,6 @@ def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
-    With --packed, fast/packed.py takes the place of this function: the same numbers, in less
-    memory and time.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
@@ -296,18 +294,16 @@ def split_pairs(episodes, args, run):
     run.say(f"{sum(map(len, groups))} pairs from {sum(map(bool, groups))} tasks, and"
             f" {len(held_out)} pairs of {len(held_out_tasks)} tasks held out")
     if not any(groups):
-        rewards = [episode["reward"] for episode in episodes]
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
-                         f" of one task to train on, and {len(held_out)} held out (rewards from"
-                         f" {min(rewards):g} to {max(rewards):g}); expected at least one; collect"
-                         " more episodes of each task, or allow more pairs (--pairs all, a smaller"
-                         " --margin or --holdout, more tokens than --max_length"
-                         f" {args.max_length}). Train a model that never succeeds on demonstrations"
-                         " first (variants/sft.py)")
+                         " of one task to train on, expected at least one; collect more episodes of"
+                         " each task, or allow more pairs (--pairs all, a smaller --margin or"
+                         f" --holdout, more tokens than --max_length {args.max_length}). Train a"
+                         " model that never succeeds on demonstrations first (variants/sft.py)")
     return groups, held_out
 
 
-RANKING_FLAGS = ("candidates", "ranked", "reference")  # flags of `rank`; the training reads none
+# flags of `rank`: the training reads none, so a command that resumes it may differ in them
+RANKING_FLAGS = ("candidates", "ranked", "reference")
 
 
 def main(args):
@@ -375,8 +371,7 @@ def train(args):
         if held_out and ((step + 1) % steps_per_epoch == 0 or step + 1 == steps):
             with run.scoring(model):
                 for mine, weight in run.share(held_out, args.micro_batch_size):
-                    metrics = critic_objective(model, mine, args.beta, nll=0.0,
-                                               normalise=args.normalise)
+                    metrics = critic_objective(model, mine, args.beta, 0.0, args.normalise)
                     run.add("holdout", metrics, weight / len(held_out))
         # a line of metrics.jsonl: these numbers, and the means over pairs of what `add` was given
         run.log(step, {"optim/lr": lr, "optim/grad_norm": norm, "holdout/pairs": len(held_out)})
@@ -401,8 +396,8 @@ def read_critic_flags(path):
 class Critic:
     """Opens a directory that this script wrote, and gives turns their advantages.
 
-    Models compute in `dtype`, their output layers in fp32: some advantages are as small as the
-    rounding of bf16.
+    Models compute in `dtype`, their output layers in fp32 (`open_with_reference`): some advantages
+    are as small as the rounding of bf16.
     """
 
     def __init__(self, path, device=None, dtype=None, reference="privileged"):
@@ -420,14 +415,11 @@ class Critic:
     def advantages(self, task, messages, texts, finished):
         """Each text's advantage as the turn after `messages`; None if the longest does not fit."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
-        reference_rows = rows
-        if self.reference_sees != self.privileged:
-            reference_rows = self.candidate_rows(
-                task, messages, texts, finished, self.reference_sees)
+        reference_rows = self.candidate_rows(task, messages, texts, finished, self.reference_sees)
         if rows is None or reference_rows is None:
             return None
-        advantages = self.turn_advantages(rows, reference_rows)  # (R, 1); (R, 0) without a token
-        return advantages.sum(1).tolist()
+        advantages = self.turn_advantages(rows, reference_rows)  # (R, 1)
+        return advantages.sum(1).tolist()  # not [:, 0]: S is 0 if no text has a token
 
     def candidate_rows(self, task, messages, texts, finished, privileged):
         """The rows of candidates; None if they do not fit."""
@@ -442,9 +434,9 @@ class Critic:
         logprobs, tokens = turn_logprobs(self.model, rows)  # (R, S) each
         reference, _ = turn_logprobs(self.reference_model, reference_rows or rows)
         advantages = advantage(logprobs, reference, tokens, self.normalise)
-        found = advantages[~advantages.isfinite()]
-        if len(found):
-            raise SystemExit(f"found {len(found)} advantages that are not finite ({found[0]}),"
+        broken = advantages[~advantages.isfinite()]
+        if len(broken):
+            raise SystemExit(f"found {len(broken)} advantages that are not finite ({broken[0]}),"
                              " expected finite ones; rank again with --dtype float32 and a new"
                              " --ranked, without --episodes")
         return advantages

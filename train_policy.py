@@ -124,8 +124,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
     """
     if rule == "best_vs_rest":
         best = max(episodes, key=lambda episode: episode["reward"])
-        failed = best["success"] is False  # None: there are no tests (pages, logs)
-        better = [] if failed else [best]
+        better = [] if best["success"] is False else [best]  # None: no tests (pages, logs)
         worse = episodes
     elif rule == "success_vs_failure":
         better = [episode for episode in episodes if succeeded(episode)]
@@ -192,8 +191,8 @@ def dialogue_row(tokenizer, episode, max_length):
     the oldest turns are dropped.
     """
     messages, finished = agent_view(episode)
-    fields = encode_within(tokenizer, messages, max_length, finished)
-    return Row(*fields) if fields else None  # ids, turn_index, dropped
+    fields = encode_within(tokenizer, messages, max_length, finished)  # ids, turn_index, dropped
+    return Row(*fields) if fields else None
 
 
 def dialogue_pairs(episodes, rule, margin):
@@ -217,8 +216,6 @@ def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
 
     Rows are padded on the right without a mask: no token of a causal model sees what follows.
-    With --packed, fast/packed.py takes the place of this function: the same numbers, in less
-    memory and time.
     """
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
@@ -397,8 +394,7 @@ def parse_args(argv=None):
                         help="which candidates are paired. halves: one of the better half and one"
                         " of the worse (paper); positive_vs_negative: one of positive and one of"
                         " negative advantage")
-    parser.add_argument("--pairs_per_state", type=int, least=1, default=4,
-                        needs="candidates",
+    parser.add_argument("--pairs_per_state", type=int, least=1, default=4, needs="candidates",
                         help="pairs drawn from a state's candidates")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest", needs="episodes",
                         help="which episodes of a task are paired, as in train_critic.py")
