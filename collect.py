@@ -197,10 +197,8 @@ def collect_episodes(args, process):
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human), may_differ=["batch_size"])
     if store.missing(jobs):
-        with open_parties(args, process, domain) as (agent, human, judge):
-            played_by = {"agent": args.agent, "human": args.human_model or args.human,
-                         "judge": judge.flags}
-
+        before = store.rows.values()  # episodes
+        with open_parties(args, process, domain, before) as (agent, human, judge, played_by):
             def work(key):
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules) | played_by

@@ -24,10 +24,17 @@ def check_spec(spec):
         return
     if is_server(spec):
         try:
-            (urllib.parse.urlsplit(spec).hostname or "").encode("idna")
+            parts = urllib.parse.urlsplit(spec)
+            (parts.hostname or "").encode("idna")
         except ValueError:
             raise SystemExit(f"{spec}: found no address of a server, expected one such as"
                              " http://localhost:8000/v1") from None
+        if parts.query or parts.username:  # either may hold a key, so neither is quoted
+            raise SystemExit(f"{parts.scheme}://{parts.hostname}: found an address with a query"
+                             " (?...) or a user (...@), expected that of the API alone, such as"
+                             " http://localhost:8000/v1, or Azure's"
+                             " https://NAME.openai.azure.com/openai/v1; a key goes into the"
+                             " environment variable OPENAI_API_KEY")
         if REQUEST_PATH.search(spec):
             raise SystemExit(f"{spec}: found the address of single requests, expected that of the"
                              f" API; give {REQUEST_PATH.sub('', spec)}")

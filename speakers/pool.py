@@ -130,10 +130,10 @@ def elsewhere():
 
 
 class JudgeElsewhere:
-    """A judge whose calls are waited for elsewhere; `flags` are those that it was opened with."""
+    """A judge whose calls are waited for elsewhere."""
 
-    def __init__(self, judge, flags=""):
-        self.judge, self.flags = judge, flags
+    def __init__(self, judge):
+        self.judge = judge
 
     @property
     def given_up(self):

@@ -126,15 +126,38 @@ def say_if_untrainable(tokenizer, say):
             return
 
 
+def players(args, agent, human, rows):
+    """Who plays, for the episodes: of a server the name of its model.
+
+    Where no flag names the model, the server may have another one when a run is resumed. `rows` are
+    the episodes that were played before.
+    """
+    names = {}
+    for role, speaker in (("agent", agent), ("human", human)):
+        spec = getattr(args, role)
+        names[role] = getattr(speaker, "model_name", None) or spec
+        before = {row[role] for row in rows} - {names[role]}
+        others = {name for name in before if not is_server(name)}  # of a server without a list
+        if is_server(spec) and names[role] != spec and others:
+            raise SystemExit(f"{spec}: found the model {names[role]}, expected {min(others)}, which"
+                             f" has played the episodes in {args.output} so far; serve it again, or"
+                             " choose another --output")
+    return names
+
+
 @contextlib.contextmanager
-def open_parties(args, process, domain):
-    """Agent, human and judge of dialogues; while the judge works, models go on with others."""
+def open_parties(args, process, domain, rows):
+    """Agent, human and judge of dialogues, and who they are; while the judge works, models go on
+    with others. `rows` are the episodes that were played before.
+    """
     flags = {flag: getattr(args, flag) for flag in domain.flags}
     with domain.open_judge(**flags) as judge:
-        # for the episodes; a protection changes no grade
+        # a protection changes no grade
         said = " ".join(f"--{flag} {value}" for flag, value in flags.items()
                         if flag != "require_protection" and value is not None)
         human = load_speaker(args.human, "human", SpeakerSettings(
             args.human_model, args.human_temperature, args.human_max_new_tokens, args.batch_size,
             process.device, args.dtype), pictures=domain.pages)
-        yield open_agent(args, process), human, JudgeElsewhere(judge, said)
+        agent = open_agent(args, process)
+        played_by = players(args, agent, human, rows) | {"judge": said}
+        yield agent, human, JudgeElsewhere(judge), played_by

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from colbench import THOUGHTS
 from runtime.seeds import derive_seed
-from runtime.text import harmless
+from runtime.text import counted, harmless
 from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import elsewhere
 
@@ -34,20 +34,24 @@ WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
 # what reading an answer raises if its body makes no sense
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Parameters that some servers refuse (max_tokens: OpenAI's reasoning models; top_p: these, and
-# Claude beside a temperature; seed: Mistral, Gemini), each with what takes its place, if anything
+# Claude beside a temperature, and TGI, whose limit is below 1; seed: Mistral, Gemini), each with
+# what takes its place, if anything
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
 UNSUPPORTED = re.compile(
-    "unsupported|not support|not permitted|unrecognized|unknown|cannot both", re.IGNORECASE)
+    "unsupported|not support|not permitted|unrecognized|unknown|cannot both|and < 1.0",
+    re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 QUOTA_PAUSES = 50  # `pause`s after a 429 without Retry-After: most quotas are those of a minute
 # reasons for which a text is not whole, and those for which it is none
 CUT = ("length", "model_length", "max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
 FAILED = ("error", "abort", "content_filter", "sensitive", "network_error",
-          "insufficient_system_resource")
+          "insufficient_system_resource", "SAFETY", "RECITATION", "BLOCKLIST",
+          "PROHIBITED_CONTENT", "SPII", "OTHER")  # those in capitals are Gemini's
 MODEL_LIST_ATTEMPTS = 4
 MODEL_LIST_TIMEOUT = 10  # seconds, or `timeout` if that is shorter
 MAX_NAMES = 20  # model names in a message
 DETAIL_CHARACTERS = 300  # of a server's own words in a message
+BUSY = "; if it has too many requests at once, give a smaller --batch_size"
 NAME_FLAGS = "name it with --agent_model, --human_model or --critic_model"
 
 
@@ -90,18 +94,31 @@ class ServerSpeaker(Speaker):
 
     def _answer(self, messages, n, seed):
         """n utterances for one conversation."""
-        utterances = []
+        utterances, one_by_one = [], self.refuses_n
         while len(utterances) < n:  # some servers ignore `n`: ask until there are enough
-            missing = 1 if self.refuses_n else n - len(utterances)
+            missing = 1 if one_by_one else n - len(utterances)
             request_seed = derive_seed(seed, len(utterances)) % 2**31
             try:
-                utterances += self._request(messages, missing, request_seed)
+                said = self._request(messages, missing, request_seed)
             except SpeakerError as error:  # some servers refuse an `n` above 1
                 if missing == 1 or not error.refused:
                     raise
-                utterances += self._request(messages, 1, request_seed)
-                self.refuses_n = True
+                said = self._request(messages, 1, request_seed)
+                self.refuses_n = one_by_one = True
+            if self._are_copies(said, messages, request_seed):
+                said, one_by_one = said[:1], True
+            utterances += said
         return utterances[:n]
+
+    def _are_copies(self, said, messages, seed):
+        """Whether the server has drawn these with one seed, as SGLang's deterministic mode does.
+
+        Then two more agree with each other, but not with these.
+        """
+        if len(said) == 1 or len(set(said)) > 1 or self.sampling["temperature"] == 0:
+            return False
+        more = self._request(messages, 2, derive_seed(seed, "more") % 2**31)
+        return len(more) > 1 and len(set(more)) == 1 and more[0] != said[0]
 
     def _request(self, messages, n, seed):
         """The utterances of one request, retried; SpeakerError if there are none."""
@@ -129,6 +146,8 @@ class ServerSpeaker(Speaker):
             except (OSError, http.client.HTTPException, *SENSELESS) as error:
                 # the connection was closed, nothing came, or the body is cut or makes no sense
                 reason = self._shown(f"{type(error).__name__}: {error}")
+                if isinstance(error, TimeoutError):  # a slow server may have a long queue
+                    reason += BUSY
             else:
                 self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
@@ -194,7 +213,12 @@ class ServerSpeaker(Speaker):
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with self.opener.open(request, timeout=timeout) as response:
-                return json.loads(read_within(response, timeout))
+                answer = read_within(response, timeout)
+            try:
+                return json.loads(answer)
+            except ValueError as error:
+                found = " ".join(answer.decode(errors="replace").split())  # maybe a web page
+                raise ValueError(f"{error} in the answer: {found}") from None
         except urllib.error.HTTPError as error:
             with error:
                 detail = read_within(error, timeout).decode(errors="replace")
@@ -205,6 +229,8 @@ class ServerSpeaker(Speaker):
             permanent = error.code == 501  # some servers say so where others say 404
             if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
                 seconds = retry_after(error)
+                if error.code == 429:
+                    reason += BUSY
                 if error.code == 429 and "Retry-After" not in error.headers:
                     seconds = QUOTA_PAUSES * self.pause
                 raise Unavailable(reason, seconds) from None
@@ -227,13 +253,15 @@ class ServerSpeaker(Speaker):
         if models is None and self._models("/v1/models") is not None:
             raise SystemExit(f"{self.url}: found no API there but one at {self.url}/v1, expected"
                              f" the address of an OpenAI-compatible API; give {self.url}/v1")
-        if not models or name in models:
+        # a proxy such as LiteLLM may list patterns ("openai/*") of the names that it takes
+        patterns = [model for model in models or () if "*" in model]
+        if not models or name in models or (name and patterns):
             return name
-        if name is None and len(models) == 1:
+        if name is None and len(models) == 1 and not patterns:
             return models[0]
         if name is None:
-            raise SystemExit(f"{self.url}: found {len(models)} models, expected the name of one of"
-                             f" them: {listed(models)}; {NAME_FLAGS}")
+            raise SystemExit(f"{self.url}: found {counted(len(models), 'model')}, expected the name"
+                             f" of one of them: {listed(models)}; {NAME_FLAGS}")
         # `transformers serve` loads checkpoint directories that it does not list, and APIs on the
         # internet know further names for what they list, such as "models/NAME" without "models/"
         if os.path.isdir(name) or not is_near(self.url):
@@ -353,7 +381,7 @@ def utterances_of(answer):
     if answer.get("error"):
         raise ValueError(f"an error in place of an answer: {answer['error']}")
     if not choices:
-        raise ValueError("an answer without choices")
+        raise ValueError(f"an answer without choices: {answer}")
     sound = [choice for choice in choices if not fault_of(choice)]
     if not sound:
         raise ValueError(f"an error in place of an answer: {fault_of(choices[0])}")

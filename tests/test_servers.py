@@ -104,7 +104,8 @@ def test_a_parameter_that_a_server_refuses_is_renamed_or_left_out(impatient):
     "Unsupported parameter: 'seed'.", "'seed' is not supported with this model",
     "seed: Extra inputs are not permitted", 'Unknown name "seed": Cannot find field.',
     "Unrecognized request argument supplied: seed",
-    "`temperature` and `seed` cannot both be specified for this model"])
+    "`temperature` and `seed` cannot both be specified for this model",
+    "Input validation error: `seed` must be > 0.0 and < 1.0"])
 def test_every_word_for_a_refusal_names_the_parameter(reason):
     assert refused_parameter(reason, {"seed": 0}) == "seed"
 
@@ -154,6 +155,34 @@ def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
     assert server.calls == 2 + 1 + 6
 
 
+def choices_of(handler, texts):
+    choices = [{"message": {"content": text}, "finish_reason": "stop"} for text in texts]
+    return handler.reply(200, json.dumps({"choices": choices}).encode())
+
+
+def one_seed(handler, body):
+    """Draws all choices of a request with one seed."""
+    return choices_of(handler, [echo(body, body["seed"])] * body["n"])
+
+
+def test_texts_that_a_server_has_drawn_with_one_seed_are_drawn_one_by_one():
+    with running(echo, say=one_seed) as server:
+        speaker = load_speaker(server.url)
+        said = ask_all(speaker, CONVERSATIONS[:2], n=4)
+        assert [len({utterance.text for utterance in of_one}) for of_one in said] == [4, 4]
+        assert said == ask_all(speaker, CONVERSATIONS[:2], n=4)  # a rerun draws the same
+        greedy = load_speaker(server.url, settings=SpeakerSettings(temperature=0))
+        said, = ask_all(greedy, CONVERSATIONS[:1], n=4)
+        assert len(said) == 4 and len(set(said)) == 1
+
+
+def test_texts_that_agree_because_the_model_is_sure_are_taken_as_they_are():
+    with running(lambda body, seed: "Yes.") as server:
+        said, = ask_all(load_speaker(server.url), CONVERSATIONS[:1], n=16)
+    assert said == [Utterance("Yes.", True)] * 16
+    assert server.calls == 2
+
+
 THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
 
 
@@ -185,7 +214,7 @@ def test_an_empty_text_after_thoughts_that_are_not_shown_is_a_rest_of_cut_though
 
 
 @pytest.mark.parametrize("choice", [
-    *({"finish_reason": reason} for reason in ("error", "abort", "content_filter")),
+    *({"finish_reason": reason} for reason in ("error", "abort", "content_filter", "RECITATION")),
     {"finish_reason": "stop", "error": {"message": "no"}},
 ])
 def test_a_text_that_the_server_calls_failed_is_asked_for_again(impatient, choice):
@@ -226,6 +255,30 @@ def test_an_error_that_comes_as_an_answer_is_quoted(impatient):
     with running(echo, fault_rate=1.0, fault="an error") as server:
         error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
     assert "no credits left" in str(error)
+
+
+def test_a_page_that_comes_as_an_answer_is_quoted_without_the_key(impatient, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
+    page = b"<html>\n<body>Please log in, sk-this-is-secret"
+    with running(echo, say=lambda handler, body: handler.reply(200, page)) as server:
+        error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
+    assert "in the answer: <html> <body>Please log in, (the API key)" in str(error)
+
+
+@pytest.mark.parametrize("fault", ["429", "silence"])
+def test_a_server_that_has_too_much_to_do_gets_the_advice_to_ask_less(impatient, fault):
+    with running(echo, fault_rate=1.0, fault=fault) as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), 2, pause=0.001, timeout=0.1)
+        error, = ask_all(speaker, CONVERSATIONS[:1])
+    assert "too many requests at once, give a smaller --batch_size" in str(error)
+
+
+@pytest.mark.parametrize("address", [
+    "https://x.openai.azure.com/deployments/y?api-key=secret", "http://me:secret@host/v1"])
+def test_an_address_with_more_than_the_api_is_refused_without_a_secret_in_it(address):
+    with pytest.raises(SystemExit, match="found an address with a query .* or a user") as end:
+        check_spec(address)
+    assert "secret" not in str(end.value)
 
 
 @pytest.mark.parametrize("address", ["http://[::1/v1", f"http://{'a' * 64}.org/v1"])
@@ -452,6 +505,14 @@ def test_another_address_of_a_server_is_a_sentence_with_that_of_its_api(end, nam
     assert server.calls == 0 and ("completions" not in end or not server.seen_keys)
 
 
+def test_a_proxy_that_lists_patterns_is_asked_for_the_name_that_it_is_given():
+    with running(echo, models=["openai/*"]) as server:
+        ask_all(load_speaker(server.url, settings=named("openai/gpt")), CONVERSATIONS[:2])
+        with pytest.raises(SystemExit, match="found 1 model, expected the name of one of them"):
+            load_speaker(server.url)
+    assert server.seen_models == {"openai/gpt"}
+
+
 def unlisted(*reply):
     """A server that answers requests and this to each GET, which lists nothing."""
     return running(echo, get=lambda handler: handler.reply(*reply))
@@ -522,6 +583,17 @@ def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(flags, expec
     with running(lambda body, seed: "x" * 2000) as server:
         episode, *_ = collected(tmp_path, server.url, server.url, 1, [*flags, "--max_turns", 2])
     assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
+
+
+def test_a_server_that_has_another_unnamed_model_continues_no_run(impatient, tmp_path):
+    with running(small_talk, models=["large"]) as server:
+        rows = collected(tmp_path, "scripted", server.url, 2, more=())
+        assert {(row["agent"], row["human"]) for row in rows} == {("scripted", "large")}
+        server.models = ["small"]
+        with pytest.raises(SystemExit, match="found the model small, expected large, which has"):
+            collected(tmp_path, "scripted", server.url, 3, more=())
+        server.models = ["large"]
+        assert collected(tmp_path, "scripted", server.url, 3, more=())[:2] == rows
 
 
 def test_a_run_in_which_everything_fails_says_so(tmp_path):
