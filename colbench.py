@@ -197,7 +197,8 @@ def human_page_view(task, history, prompt, judge):
         words = words.replace(page, "[the page below]")
     parts = [{"type": "text", "text": filled(prompt, task | {"message": words})}]
     if agent_png is None:
-        parts.append({"type": "text", "text": "The designer shows no page."})
+        missing = "The designer's page cannot be drawn." if shown else "The designer shows no page."
+        parts.append({"type": "text", "text": missing})
     else:
         parts += [{"type": "text", "text": "The designer's page:"}, image_part(agent_png)]
     if solution_png is None:

@@ -75,8 +75,9 @@ CHROMIUM_SHELL = '"$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1; rm -rf "$HOME"'
 
 TAILWIND_FILE = Path(__file__).parent / "tailwind-2.2.19.min.css.gz"
 TAILWIND_ADDRESS = re.compile(
-    r"https?://(cdn\.tailwindcss\.com|[^/]+/([^?#]*/)?tailwindcss(@(\^|%5E)?|/)2)"
+    r"https?://(cdn\.tailwindcss\.com|[^/]+/([^?#]*/)?tailwindcss(@(\^|%5E)?|/)[12])"
 )
+TAILWIND_SCRIPTS = ("cdn.tailwindcss.com", "@tailwindcss/browser")  # of versions 3 and 4
 PICTURE_HOST = re.compile(
     r"https?://(fastly\.)?(picsum\.photos|source\.unsplash\.com|images\.unsplash\.com)/"
 )
@@ -327,15 +328,15 @@ class Browser:
         devtools.call("Page.navigate", url=self.address)
         while not self.loaded:
             devtools.wait()
-        height = devtools.call("Page.getLayoutMetrics")["cssContentSize"]["height"]
-        height = max(1, min(height, MAX_HEIGHT))
+        metrics = devtools.call("Page.getLayoutMetrics")
+        height = min(metrics["cssContentSize"]["height"], MAX_HEIGHT)
+        part = {}
+        if height > VIEW_HEIGHT:  # lower pages that run from right to left would be shifted
+            left = metrics["cssLayoutViewport"]["pageX"]  # 0 but where such a page is too wide
+            clip = {"x": left, "y": 0, "width": PAGE_WIDTH, "height": height, "scale": 1}
+            part = {"clip": clip, "captureBeyondViewport": True}
         screenshot = devtools.call(
-            "Page.captureScreenshot",
-            clip={"x": 0, "y": 0, "width": PAGE_WIDTH, "height": height, "scale": 1},
-            format="png",
-            captureBeyondViewport=True,
-            optimizeForSpeed=True,
-        )
+            "Page.captureScreenshot", format="png", optimizeForSpeed=True, **part)
         return base64.b64decode(screenshot["data"])
 
     def _handle_event(self, event):
@@ -390,22 +391,29 @@ class Browser:
 def settled_page(html):
     """The page without animations, with Tailwind's script replaced by its style sheet."""
     html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
-    html = re.sub(r"<script[^<>]*>\s*</script>", tailwind_link, html, flags=re.IGNORECASE)
-    html = re.sub(r"</?(animate\w*|set|marquee)\b[^<>]*>", "", html, flags=re.IGNORECASE)
+    html = re.sub(r"<script([^<>]*)>[^<]*</script>", tailwind_link, html, flags=re.IGNORECASE)
+    html = re.sub(r"</?(animate\w*|set|marquee)(?![-\w])[^<>]*>", "", html, flags=re.IGNORECASE)
+    # the height of such a part depends on whether Chromium has come to draw it
+    html = re.sub(r"content-visibility\s*:\s*auto", "content-visibility:visible", html,
+                  flags=re.IGNORECASE)
     # such a picture may come after the screenshot
     html = re.sub(r"(?<![-\w])decoding\s*=\s*([\"']?)async\1(?=[\s/>])", "", html,
                   flags=re.IGNORECASE)
+    # controls change when their video fails to load, before or after the screenshot
+    html = re.sub(r"<(video|audio)(?![-\w])", r"<\1 preload=none ", html, flags=re.IGNORECASE)
     # the style below reaches neither pictures in SVG nor frames
     html = re.sub(r"(@|%40)(-\w+-)?keyframes", r"\1still", html, flags=re.IGNORECASE)
     stop = "*,::before,::after{animation:none!important;transition:none!important}"
     stop += "progress:not([value]){appearance:none}"
+    # autofocus comes before or after the screenshot, scrolls the page, and its caret blinks
+    stop += "html{interactivity:inert!important}"
     doctype = r"^\s*(<!doctype[^>]*>)?"
     return re.sub(doctype, rf"\g<0><style>{stop}</style>", html, count=1, flags=re.IGNORECASE)
 
 
 def tailwind_link(script):
     """The link to a style sheet for a match that is Tailwind's script, else what stood there."""
-    if "cdn.tailwindcss.com" in script.group().lower():
+    if any(name in script[1].lower() for name in TAILWIND_SCRIPTS):
         return '<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
     return script.group()
 

@@ -22,6 +22,7 @@ from judge.browser import (
 from judge.pages import open_picture
 
 RED_500 = (239, 68, 68)
+RED = (255, 0, 0)
 WHITE = (255, 255, 255)
 
 
@@ -109,6 +110,9 @@ def test_tailwind_styles_apply_from_every_address_it_is_known_by(browser):
         f'<link rel="stylesheet" href="{unpkg}">',
         '<script src="https://cdn.tailwindcss.com"></script>',
         f"<link rel=stylesheet href='{cdnjs}'>",
+        '<script src="https://cdn.tailwindcss.com">tailwind.config = {}</script>',
+        '<script src="https://cdn.jsdelivr.net/npm/@tailwindcss/browser@4"></script>',
+        '<link rel="stylesheet" href="https://unpkg.com/tailwindcss@^1.0/dist/tailwind.min.css">',
     ]
     for link in links:
         png = browser.render(f'<html>{link}<body class="bg-red-500"></body></html>')
@@ -208,6 +212,30 @@ MOVING_SVG = (
 def test_what_moves_is_drawn_at_rest(browser, moving):
     page = f"<html><body style='font-size:200px'>{moving}</body></html>"
     assert len({browser.render(page) for _ in range(4)}) == 1
+
+
+def test_a_field_with_autofocus_is_drawn_as_one_without(browser):
+    page = ('<html><body><nav style="position:fixed;top:0;width:9in;height:1in;background:red">'
+            '</nav><div style="height:2000px"></div><input{}></body></html>')
+    assert len({browser.render(page.format(word)) for word in ("", " autofocus") * 3}) == 1
+
+
+@pytest.mark.parametrize("width", [200, 1500])
+@pytest.mark.parametrize("height", [50, 2000])
+def test_a_page_from_right_to_left_is_drawn_from_its_right_edge(browser, width, height):
+    style = f"width:{width}px;height:{height}px;background:linear-gradient(90deg,blue 9px,red 9px)"
+    png = browser.render(f"<html dir=rtl><body style='margin:0'><div style='{style}'></html>")
+    assert colour_at(png, 1279, 9) == RED
+    assert colour_at(png, 0, 9) == (WHITE if width == 200 else RED)
+
+
+def test_only_the_elements_that_move_are_removed():
+    cards = "<set-card a=b></set-card><animated-card></animated-card>"
+    assert settled_page(f"<animate x=1></animate>{cards}<Set y=2>").endswith(f"</style>{cards}")
+
+
+def test_a_part_that_is_drawn_on_demand_has_its_height_at_once():
+    assert settled_page("<p style='Content-Visibility : auto'>").endswith(":visible'>")
 
 
 def test_no_picture_may_come_after_the_screenshot():

@@ -213,3 +213,7 @@ def test_human_is_told_which_page_there_is_no_picture_of(browser):
     texts = [part["text"] for part in parts_of(message, "text")]
     assert texts[1:] == ["The designer shows no page.", "The page you want cannot be drawn."]
     assert not parts_of(message, "image_url")
+    with PageJudge("none") as judge:
+        (message,) = human_page_view(task, dialogue("a page", too_long), "{message}", judge)
+    texts = [part["text"] for part in parts_of(message, "text")]
+    assert texts[:2] == ["[the page below]", "The designer's page cannot be drawn."]
