@@ -312,7 +312,7 @@ def main(args):
         from fast.packed import turn_logprobs
     if args.episodes:
         if args.candidates:
-            read_candidates(args.candidates)  # refuses a bad file before the training
+            refuse_unrankable(args.candidates, args.privileged)  # before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -328,7 +328,7 @@ def train(args):
     # pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model)
     episodes, omitted = load_episodes(args.episodes)
-    for episode in episodes:
+    for episode in run.watch(episodes, "episode"):
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length, args.privileged)
     fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({omitted} failed"
@@ -444,6 +444,13 @@ class Critic:
     def dialogue_row(self, episode):
         """The row of an episode, for the report; None if its last turn does not fit."""
         return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
+
+
+def refuse_unrankable(path, privileged):
+    """Refuse a bad file of candidates, and tasks without the solution that the critic reads."""
+    states, _ = read_candidates(path)
+    for state in states:
+        critic_messages(state["task"], state["messages"], privileged)
 
 
 def rank(args):

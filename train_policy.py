@@ -288,8 +288,8 @@ def plan_batches(groups, epochs, batch_size, shuffle, seed):
 def read_candidate_pairs(tokenizer, args, run):
     """(pairs of rows, one list per state; the agent's instructions to save, or None)."""
     states, omitted = read_candidates(args.candidates, ranked=True)
-    groups, too_long = candidate_pairs(tokenizer, states, args.pairing, args.pairs_per_state,
-                                       args.max_length, args.seed)
+    groups, too_long = candidate_pairs(tokenizer, run.watch(states, "state"), args.pairing,
+                                       args.pairs_per_state, args.max_length, args.seed)
     rankers = ", ".join(sorted({state["ranker"] for state in states}))
     shorter = sum(pairs[0][0].dropped > 0 for pairs in groups)  # all rows of a state are cut alike
     run.say(f"{len(states)} states ({omitted} failed or unranked ones omitted), ranked by"
@@ -307,7 +307,7 @@ def read_candidate_pairs(tokenizer, args, run):
 def read_episode_pairs(tokenizer, args, run):
     """(pairs of rows, one list per task; the agent's instructions to save, or None)."""
     episodes, omitted = load_episodes(args.episodes)
-    for episode in episodes:
+    for episode in run.watch(episodes, "episode"):
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
     groups = list(dialogue_pairs(episodes, args.pairs, args.margin).values())
     fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)

@@ -2,7 +2,10 @@
 
 import argparse
 import ast
+import functools
 import re
+
+from tqdm import tqdm
 
 from formats.logs import import_command
 from formats.read import read_tasks
@@ -64,7 +67,8 @@ def check_tasks(path, profile, require_protection):
     if others:
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
                          " tasks, whose tests can be checked")
-    rows, status = check_solutions(tasks, profile, require_protection)
+    watch = functools.partial(tqdm, total=len(tasks), unit="task", desc="solutions")
+    rows, status = check_solutions(tasks, profile, require_protection, watch)
     lines = [where for where, _ in read_jsonl(path)]
     tests = {}  # (index of the task, what is wrong) -> names of its tests
     for index, name, reason in rows:

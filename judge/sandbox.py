@@ -93,9 +93,11 @@ def shared_judge(process: int) -> Judge:
     return Judge()
 
 
-def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False):
+def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False,
+                    watch=iter):
     """Run each solution twice, in new processes; the second time it has as long as an answer.
 
+    `watch` is given what comes of each task, and may draw a bar.
     Returns one row (task index, test name, reason) per test that nobody can pass, or that the
     solution is too slow for, and which protections are active.
     """
@@ -103,7 +105,7 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     for factor in (SOLUTION_FACTOR, 1):  # two pools: addresses and clocks differ between them
         with Judge(require_protection=require_protection) as judge:
             run = functools.partial(judge.expected_of, profile=profile, factor=factor)
-            runs.append(list(judge.threads.map(run, tasks)))
+            runs.append(list(watch(judge.threads.map(run, tasks))))
     rows = []
     for index, (first, second) in enumerate(zip(*runs, strict=True)):
         for name, one in first.items():

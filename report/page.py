@@ -1,7 +1,6 @@
 """What page.html holds: words, charts and tables as JSON, and all dialogues, compressed."""
 
 import base64
-import functools
 import hashlib
 import io
 import json
@@ -146,12 +145,18 @@ def true_credits(episode):
 
 
 def add_screenshots(episodes, browser):
-    @functools.cache  # many episodes share a solution page
-    def draw(html):
-        png = browser.picture(html) if html else None
-        return thumbnail(png) if png else None
+    """Draw the pages of episodes, until there are more pictures than the file can hold."""
+    drawn = {"": None}  # page -> its picture; many episodes share a solution page
 
-    for episode in episodes:
+    def draw(html):
+        if html not in drawn:
+            png = browser.picture(html)
+            drawn[html] = thumbnail(png) if png else None
+        return drawn[html]
+
+    for episode in tqdm(episodes, unit="episode", desc="screenshots", **join_processes().bar_args):
+        if sum(len(picture or "") for picture in drawn.values()) > PAGE_BYTES:
+            break
         shown = graded_page(episode["answer"], episode["dialogue_history"])
         wanted = solution_page(episode["task"]["ground_truth"])
         episode["screenshot"] = draw(shown) or episode["screenshot"]

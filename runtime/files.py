@@ -1,6 +1,7 @@
 """Files: what is wrong with them is said in a sentence, what is written survives a kill."""
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -75,32 +76,43 @@ def read_prompt(path):
 
 
 def write_atomically(path, text):
-    """Replace `path` in one step, so that a reader or a kill never meets half a file."""
+    """Replace `path` in one step, so that a reader or a kill never meets half a file.
+
+    The text may come in parts: a large one takes too much memory as a whole.
+    """
     temporary = Path(f"{path}.tmp{os.getpid()}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk, half a file would be in the way
+    except BaseException:  # such as a full disk, or Ctrl-C
+        temporary.unlink(missing_ok=True)  # half a file would be in the way
         raise
 
 
 def as_jsonl(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    """The lines of a file, one by one."""
+    return (json.dumps(row) + "\n" for row in rows)
 
 
 def write_new(path, rows):
     """Write a file, unless something else than these rows stands there, which is refused."""
-    path, text = Path(path), as_jsonl(rows)
-    if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
+    path = Path(path)
+    if path.exists() and (not path.is_file() or not holds(path, rows)):
         raise SystemExit(f"{path}: found something else than what this command writes, such as the"
                          " output for an earlier input, expected a new name; choose another, or"
                          " remove what is there")
-    write_atomically(path, text)
+    write_jsonl(path, rows)
+
+
+def holds(path, rows):
+    """Whether a file consists of these rows, byte by byte."""
+    with open(path, "rb") as file:
+        lines = itertools.zip_longest(file, as_jsonl(rows), fillvalue="")
+        return all(found == line.encode() for found, line in lines)
 
 
 def write_jsonl(path, rows):
@@ -124,11 +136,15 @@ class ResumableJsonl:
         self.lock = threading.Lock()  # threads append rows
         self.failed_again = []  # rows with an error, as long as FILE of an earlier run stays
         if process.leads and self.parts(path):
-            rows = [row for row in self.whole_rows(path) if not row.get("error")]
-            self._merge({key(row): row for row in rows}.values(), self.part)
+            self._merge(self._sound_rows().values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
-        self.rows = {key(row): row for row in self.whole_rows(path) if not row.get("error")}
+        self.rows = self._sound_rows()
         process.barrier()  # nobody appends before all have read
+
+    def _sound_rows(self):
+        """Key -> row, of all rows without an error."""
+        rows = self.whole_rows(self.path)
+        return {self.key(row): row for row in rows if not row.get("error")}
 
     def missing(self, keys):
         """This rank's share of `keys`, without those whose row is there."""
@@ -158,6 +174,7 @@ class ResumableJsonl:
         The leader gets the rows, other ranks none. A row that is missing is an error.
         """
         self.process.barrier()  # no rank has given up: from here on, FILE is made anew
+        self.rows = {}  # the leader reads all of them again, and memory holds them once
         for row in self.failed_again:
             self._write(row)
         self.process.barrier()
@@ -200,13 +217,14 @@ class ResumableJsonl:
     def whole_rows(path):
         """The rows of the file and of the ranks' files, without half lines that a kill left."""
         for file in ResumableJsonl.files(path):
-            for line in file.read_bytes().splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(row, dict):
-                    yield row
+            with open(file, "rb") as lines:
+                for line in lines:
+                    try:
+                        row = json.loads(line)
+                    except ValueError:
+                        continue
+                    if isinstance(row, dict):
+                        yield row
 
     def _merge(self, rows, target):
         """Write `rows` to `target`, and remove the other files, which they came from."""

@@ -158,8 +158,9 @@ def launch(main, args,
             raise
         raise SystemExit(
             f"Out of memory: {message.splitlines()[0]} Lower --batch_size (collect.py) or"
-            " --micro_batch_size (training) and rerun to resume; or, with a new --output, lower"
-            " --max_length, give --lora_rank 16, or use more GPUs.") from None
+            " --micro_batch_size (training), or rank with --packed, and rerun to resume; or train"
+            " with a new --output and a lower --max_length, --lora_rank 16 or more GPUs."
+        ) from None
 
 
 def leave_processes():

@@ -62,17 +62,17 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
                "commit": code_commit(), "code": code_of_scripts()}
         write_atomically(path, json.dumps(run, indent=1) + "\n")
     process.barrier()
-    refuse_unshared_directory(path)
+    refuse_unshared_directory(path, flag)
 
 
-def refuse_unshared_directory(path):
+def refuse_unshared_directory(path, flag):
     """Refuse a node's own directory, in which the leader has not written its record."""
     end = time.monotonic() + SEEN_WITHIN
     while not path.is_file():
         if time.monotonic() > end:
             raise SystemExit(f"{path}: found on {platform.node()} no record that rank 0 has"
                              " written, expected one directory that all nodes share; choose"
-                             " another --output")
+                             f" another {flag}")
         time.sleep(1)
 
 
@@ -98,10 +98,11 @@ def refuse_other_command(path, before, changed, flag):
         return
     words = [f"{name} (it was {before['flags'][name]})" if name in before["flags"] else name
              for name in changed]
+    counts = ", ".join(name for name in COUNTS if name in before["flags"])
+    may_grow = f" ({counts} may grow)" if counts else ""
     raise SystemExit(f"{path}: found the output of another run, which differs in"
-                     f" {', '.join(words)}; expected the same command, to resume it"
-                     f" ({', '.join(COUNTS)} may grow); choose another {flag} or"
-                     f" remove {files_of(path)}")
+                     f" {', '.join(words)}; expected the same command, to resume it{may_grow};"
+                     f" choose another {flag} or remove {files_of(path)}")
 
 
 def edited_since(run):

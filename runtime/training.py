@@ -60,6 +60,10 @@ class Run:
     def say(self, text):
         self.process.say(text)
 
+    def watch(self, items, unit):
+        """The items, with a bar for who waits."""
+        return tqdm(items, unit=unit, desc="reading", **self.process.bar_args)
+
     def remove(self, *patterns):
         """Remove files of an earlier run from the output."""
         if self.process.leads:
@@ -125,8 +129,10 @@ class Run:
 
     def refuse_unequal_data(self, data):
         """Stop if ranks hold different data, from other copies of the input files."""
-        digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-        digests = self.gather({self.rank: digest})  # rank -> digest
+        digest = hashlib.sha256()
+        for part in data:
+            digest.update(json.dumps(part).encode())
+        digests = self.gather({self.rank: digest.hexdigest()})  # rank -> digest
         others = [rank for rank, found in digests.items() if found != digests[0]]
         if others:
             raise SystemExit(f"found other training data on the ranks {others} than on rank 0,"

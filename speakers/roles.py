@@ -7,7 +7,7 @@ from colbench import DOMAINS, END_OF_THOUGHTS, THOUGHTS, agent_prompt_of, encode
 from formats.read import one_domain, read_tasks
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
-from runtime.names import check_spec, is_scripted, is_server
+from runtime.names import GRADER, check_spec, is_scripted, is_server
 from runtime.record import is_critic
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
@@ -18,6 +18,8 @@ from toy.world import toy_tasks
 def refuse_unused(parser, args):
     """Refuse flags that do nothing for the speakers that --agent and --human name."""
     human = args.human or "scripted"
+    chooser = getattr(args, "critic", "scripted").removeprefix(GRADER)  # of best of N
+    no_model = all(is_server(spec) or is_scripted(spec) for spec in (args.agent, human, chooser))
     no_effect = [  # (when, flags, reason)
         (not is_server(args.agent), ["agent_model"],
          f"because {args.agent} is not the address of a server"),
@@ -25,6 +27,7 @@ def refuse_unused(parser, args):
         (is_scripted(args.agent), ["temperature", "max_new_tokens"], "by a scripted agent"),
         (is_scripted(human), ["human_prompt", "human_temperature", "human_max_new_tokens"],
          "by a scripted human"),
+        (no_model, ["dtype"], "where no model computes in this process"),
     ]
     for applies, names, reason in no_effect:
         if applies:

@@ -394,6 +394,16 @@ def test_a_log_without_ground_truth_is_refused_by_a_critic_that_would_show_it(ti
     train(*given, "--privileged", "none")
 
 
+def test_candidates_without_the_solution_are_refused_before_the_training(tiny, tmp_path):
+    candidates = write_candidates(tmp_path / "c.jsonl")
+    rows = read_rows(candidates)
+    rows[3]["task"] |= {"task_id": "u", "domain": "logged", "ground_truth": ""}
+    write_rows(candidates, rows)
+    given = write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "o", "--candidates", candidates
+    assert "task u: found no ground_truth" in train(*given, run=refusal)
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.parametrize("script, rewards, max_length", [
     ("train_critic.py", [1.0], 600), ("train_critic.py", [0.5, 0.2], 600),
     ("train_critic.py", [0.0, 0.0], 600), ("train_critic.py", [0.0, 1.0], 8),

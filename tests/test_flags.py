@@ -103,6 +103,7 @@ def parsed(script, words):
     (collect, f"{TASKS} --max_new_tokens 9", "--max_new_tokens 9, .* ignored"),
     (collect, f"{TASKS} --agent_model m", "--agent_model m, .* not the address of a"),
     (collect, f"{TASKS} --human_model m", "--human_model m, .* not the address of a"),
+    (collect, f"{TASKS} --dtype float32", "--dtype float32, .* where no model computes"),
     (collect, f"{TASKS} --human_prompt p", "--human_prompt p, .* by a scripted human"),
     (collect, f"{TASKS} --human_temperature 1", "--human_temperature 1.0, .* ignored"),
     (train_critic, f"{TRAIN} --ranked r", "--ranked.*ignored without --candidates"),

@@ -85,6 +85,8 @@ def test_official_answers_are_graded_by_the_chosen_rules_and_other_instructions_
     prompt.write_text("rendered")
     done = run_script(*import_of(tmp_path / "known", helped), "--agent_prompt", prompt)
     assert "instructions" not in done.stdout
+    told = import_of(tmp_path / "told", helped | {"agent_prompt": "Another."})
+    assert "expected some without, with --agent_prompt" in refusal(*told, "--agent_prompt", prompt)
     said = refusal(*import_of(tmp_path / "graded", helped | {"reward": 0.5}), "--judge", "official")
     assert "found no answer that has to be graded" in said
 

@@ -535,6 +535,17 @@ def unpacked(*arguments):
     return json.loads(zlib.decompress(base64.b64decode(packed))), len(packed)
 
 
+def test_no_more_pages_are_drawn_than_the_file_can_hold(monkeypatch):
+    picture, drawn = png("red"), []
+    browser = types.SimpleNamespace(picture=lambda html: drawn.append(html) or picture)
+    episodes = [episode(task, answer=f"<html>{task}</html>", screenshot=None, error=None,
+                        solution_screenshot=None) for task in range(10)]
+    monkeypatch.setattr(page, "PAGE_BYTES", 5 * len(page.thumbnail(picture)))
+    page.add_screenshots(episodes, browser)
+    assert len(drawn) == len(set(drawn)) == 6
+    assert episodes[0]["screenshot"] and not episodes[9]["screenshot"]
+
+
 def test_shared_pictures_are_stored_once_and_too_much_omits_pictures_then_whole_tasks():
     draw = random.Random(0)
     run = [episode(task, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None,

@@ -51,7 +51,8 @@ def main(args):
     tokenizer = load_tokenizer(args.model)
     episodes, omitted = load_episodes(args.episodes)
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
-    rows = [dialogue_row(tokenizer, episode, args.max_length) for episode in chosen]
+    rows = [dialogue_row(tokenizer, episode, args.max_length)
+            for episode in run.watch(chosen, "episode")]
     fits = fits_in_words(rows, args.max_length)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted): {len(rows)} to learn from;"

@@ -28,13 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import AutoModelForTokenClassification
 
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
 from formats.ranking import rank_states
-from formats.read import MOST_REWARD, fits_in_words, load_episodes, read_candidates
+from formats.read import MOST_REWARD, fits_in_words, load_episodes
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures)
@@ -43,7 +42,7 @@ from runtime.record import read_flags
 from runtime.training import Run
 from train_critic import (
     PAIRS, PRIVILEGED, RANKING_FLAGS, Critic, Row, critic_messages, learning_rate, plan_batches,
-    split_pairs)
+    refuse_unrankable, split_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def value_objective(model, pairs):
 def main(args):
     if args.episodes:
         if args.candidates:
-            read_candidates(args.candidates)  # a bad file is refused before the training
+            refuse_unrankable(args.candidates, args.privileged)  # before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -182,7 +181,7 @@ def train(args):
     reader = Reader(args.model, args.privileged, args.max_length)
     episodes, omitted = load_episodes(args.episodes)
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
-    for episode in tqdm(episodes, unit="episode", desc="reading", **run.process.bar_args):
+    for episode in run.watch(episodes, "episode"):
         episode["row"] = reader.dialogue_row(episode)
     fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted); {fits}")
@@ -193,7 +192,8 @@ def train(args):
         raise SystemExit(f"{' '.join(args.episodes)}: found rewards from {min(outcomes):g} to"
                          f" {max(outcomes):g}, expected 0 to 1, which a value head can predict;"
                          " scale them, or train train_critic.py, which only compares them")
-    run.refuse_unequal_data([row.ids for pair in pairs for row in pair])
+    rows = dict.fromkeys(row for pair in pairs for row in pair)  # each once
+    run.refuse_unequal_data([row.ids for row in rows])
 
     # FSDP2 warns of changing a head's output in place, which nothing does here
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
