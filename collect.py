@@ -197,8 +197,8 @@ def collect_episodes(args, process):
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human), may_differ=["batch_size"])
     if store.missing(jobs):
-        before = store.rows.values()  # episodes
-        with open_parties(args, process, domain, before) as (agent, human, judge, played_by):
+        earlier = store.rows.values()  # episodes of an earlier run of this command
+        with open_parties(args, process, domain, earlier) as (agent, human, judge, played_by):
             def work(key):
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules) | played_by

@@ -133,7 +133,7 @@ def players(args, agent, human, rows):
     """Who plays, for the episodes: of a server the name of its model.
 
     Where no flag names the model, the server may have another one when a run is resumed. `rows` are
-    the episodes that were played before.
+    the episodes of the earlier run.
     """
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
@@ -151,7 +151,7 @@ def players(args, agent, human, rows):
 @contextlib.contextmanager
 def open_parties(args, process, domain, rows):
     """Agent, human and judge of dialogues, and who they are; while the judge works, models go on
-    with others. `rows` are the episodes that were played before.
+    with others. `rows` are the episodes of an earlier run.
     """
     flags = {flag: getattr(args, flag) for flag in domain.flags}
     with domain.open_judge(**flags) as judge:

@@ -154,8 +154,8 @@ def collect_episodes(args, process):
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
                       models=(args.agent, args.human, scorer), may_differ=["batch_size"])
     if store.missing(jobs):
-        before = store.rows.values()
-        with open_parties(args, process, domain, before) as (sampled, human, judge, played_by):
+        earlier = store.rows.values()
+        with open_parties(args, process, domain, earlier) as (sampled, human, judge, played_by):
             played_by["best_of_n"] = args.n
             played_by["scorer"] = GRADER + args.critic_model if args.critic_model else args.critic
             agent = BestOfN(sampled, open_choice(args, process), args.n)
