@@ -168,7 +168,7 @@ def thumbnail(png):
     image = open_picture(png)
     image.thumbnail((THUMBNAIL, 3 * THUMBNAIL))
     small = io.BytesIO()
-    image.save(small, "PNG")
+    image.save(small, "WEBP", quality=70)  # a fifth of a PNG's bytes, so five times as many fit
     return base64.b64encode(small.getvalue()).decode()
 
 
