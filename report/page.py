@@ -18,6 +18,7 @@ from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
 from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_curves
 from report.training import method_among, record_of, short_name, training_method
+from runtime.names import is_scripted
 from runtime.processes import join_processes
 from runtime.text import counted
 from toy.credit import has_toy_credit, toy_credit
@@ -80,6 +81,8 @@ def policy_clause(facts, file, starts):
     what = []
     if agent and agent in starts:
         what.append(f"{short_name(agent)}, the model that training starts from")
+    elif is_scripted(agent):
+        what.append("a scripted agent")
     elif agent:
         what.append(training_method(script, trained) or f"the model {short_name(agent)}")
     if flags.get("max_turns", MAX_TURNS) != MAX_TURNS:
