@@ -415,7 +415,10 @@ class Critic:
     def advantages(self, task, messages, texts, finished):
         """Each text's advantage as the turn after `messages`; None if the longest does not fit."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
-        reference_rows = self.candidate_rows(task, messages, texts, finished, self.reference_sees)
+        reference_rows = rows
+        if self.reference_sees != self.privileged:
+            reference_rows = self.candidate_rows(
+                task, messages, texts, finished, self.reference_sees)
         if rows is None or reference_rows is None:
             return None
         advantages = self.turn_advantages(rows, reference_rows)  # (R, 1)

@@ -53,7 +53,7 @@ def import_command(args):
         raise SystemExit(f"{args.file}: found no answer that has to be graded, expected some with"
                          f" --judge {args.judge}; omit it")
     if prompt is not None and not any(
-            episode["agent_prompt"] == agent_prompt_of(episode["task"], prompt)
+            episode["agent_prompt"] in (prompt, agent_prompt_of(episode["task"], prompt))
             for episode in episodes):
         raise SystemExit(f"{args.file}: found instructions of the agent in all dialogues, expected"
                          f" some without, with --agent_prompt {args.agent_prompt}; omit it")

@@ -1,6 +1,7 @@
 """What page.html holds: words, charts and tables as JSON, and all dialogues, compressed."""
 
 import base64
+import functools
 import hashlib
 import io
 import json
@@ -149,16 +150,18 @@ def true_credits(episode):
 
 def add_screenshots(episodes, browser):
     """Draw the pages of episodes, until there are more pictures than the file can hold."""
-    drawn = {"": None}  # page -> its picture; many episodes share a solution page
+    pictures = []
 
+    @functools.cache  # many episodes share a solution page
     def draw(html):
-        if html not in drawn:
-            png = browser.picture(html)
-            drawn[html] = thumbnail(png) if png else None
-        return drawn[html]
+        png = browser.picture(html) if html else None
+        if png is None:
+            return None
+        pictures.append(thumbnail(png))
+        return pictures[-1]
 
     for episode in tqdm(episodes, unit="episode", desc="screenshots", **join_processes().bar_args):
-        if sum(len(picture or "") for picture in drawn.values()) > PAGE_BYTES:
+        if sum(map(len, pictures)) > PAGE_BYTES:
             break
         shown = graded_page(episode["answer"], episode["dialogue_history"])
         wanted = solution_page(episode["task"]["ground_truth"])

@@ -60,9 +60,9 @@ class Run:
     def say(self, text):
         self.process.say(text)
 
-    def watch(self, items, unit):
+    def watch(self, items, unit, description="reading"):
         """The items, with a bar for who waits."""
-        return tqdm(items, unit=unit, desc="reading", **self.process.bar_args)
+        return tqdm(items, unit=unit, desc=description, **self.process.bar_args)
 
     def remove(self, *patterns):
         """Remove files of an earlier run from the output."""
@@ -99,7 +99,7 @@ class Run:
         """
         found = {}  # index of an item -> its result
         parts = list(self.share(range(len(items)), size))
-        for mine, _ in tqdm(parts, unit="batch", desc=description, **self.process.bar_args):
+        for mine, _ in self.watch(parts, "batch", description):
             found.update(zip(mine, function([items[index] for index in mine]), strict=True))
         found = self.gather(found)
         return [found[index] for index in range(len(items))]

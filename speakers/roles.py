@@ -7,7 +7,7 @@ from colbench import DOMAINS, END_OF_THOUGHTS, THOUGHTS, agent_prompt_of, encode
 from formats.read import one_domain, read_tasks
 from runtime.files import read_prompt
 from runtime.flags import refuse_flag
-from runtime.names import GRADER, check_spec, is_scripted, is_server
+from runtime.names import check_spec, is_scripted, is_server
 from runtime.record import is_critic
 from speakers import load_speaker
 from speakers.interface import SpeakerSettings
@@ -15,11 +15,10 @@ from speakers.pool import JudgeElsewhere
 from toy.world import toy_tasks
 
 
-def refuse_unused(parser, args):
-    """Refuse flags that do nothing for the speakers that --agent and --human name."""
+def refuse_unused(parser, args, *others):
+    """Refuse flags that do nothing for the speakers that --agent and --human name, and `others`."""
     human = args.human or "scripted"
-    chooser = getattr(args, "critic", "scripted").removeprefix(GRADER)  # of best of N
-    no_model = all(is_server(spec) or is_scripted(spec) for spec in (args.agent, human, chooser))
+    no_model = all(is_server(spec) or is_scripted(spec) for spec in (args.agent, human, *others))
     no_effect = [  # (when, flags, reason)
         (not is_server(args.agent), ["agent_model"],
          f"because {args.agent} is not the address of a server"),
@@ -138,11 +137,11 @@ def players(args, agent, human, rows):
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
         spec = getattr(args, role)
-        names[role] = getattr(speaker, "model_name", None) or spec
-        before = {row[role] for row in rows} - {names[role]}
-        others = {name for name in before if not is_server(name)}  # of a server without a list
-        if is_server(spec) and names[role] != spec and others:
-            raise SystemExit(f"{spec}: found the model {names[role]}, expected {min(others)}, which"
+        name = names[role] = getattr(speaker, "model_name", None) or spec
+        # a server that listed no model then is in the rows by its address
+        others = {row[role] for row in rows if not is_server(row[role])} - {name}
+        if name != spec and others:
+            raise SystemExit(f"{spec}: found the model {name}, expected {min(others)}, which"
                              f" has played the episodes in {args.output} so far; serve it again, or"
                              " choose another --output")
     return names

@@ -231,8 +231,8 @@ class ServerSpeaker(Speaker):
                 seconds = retry_after(error)
                 if error.code == 429:
                     reason += BUSY
-                if error.code == 429 and "Retry-After" not in error.headers:
-                    seconds = QUOTA_PAUSES * self.pause
+                    if "Retry-After" not in error.headers:
+                        seconds = QUOTA_PAUSES * self.pause
                 raise Unavailable(reason, seconds) from None
             if error.code in WRONG_ADDRESS_STATUS:
                 raise WrongAddress(reason) from None

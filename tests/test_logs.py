@@ -181,6 +181,14 @@ def test_a_developer_message_is_a_system_message_parts_are_a_text_and_other_keys
         "Be brief.", "hi\nthere", "yes"]
 
 
+def test_instructions_from_a_file_go_into_a_log_as_they_are(tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("At most {max_turns} turns.")
+    run_script(*import_of(tmp_path, log_line()), "--agent_prompt", prompt)
+    (episode,) = read_episodes(tmp_path / "log.episodes")
+    assert episode["agent_prompt"] == "At most {max_turns} turns."
+
+
 def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
     episodes, _ = imported(tmp_path, log_line(task="a", ground_truth="x"),
                            log_line(task="a", ground_truth="y", reward=0.0))

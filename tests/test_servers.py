@@ -155,18 +155,13 @@ def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
     assert server.calls == 2 + 1 + 6
 
 
-def choices_of(handler, texts):
-    choices = [{"message": {"content": text}, "finish_reason": "stop"} for text in texts]
-    return handler.reply(200, json.dumps({"choices": choices}).encode())
-
-
-def one_seed(handler, body):
-    """Draws all choices of a request with one seed."""
-    return choices_of(handler, [echo(body, body["seed"])] * body["n"])
+def one_seed(body, seed):
+    """Draws all choices of a request with its own seed."""
+    return echo(body, body["seed"])
 
 
 def test_texts_that_a_server_has_drawn_with_one_seed_are_drawn_one_by_one():
-    with running(echo, say=one_seed) as server:
+    with running(one_seed) as server:
         speaker = load_speaker(server.url)
         said = ask_all(speaker, CONVERSATIONS[:2], n=4)
         assert [len({utterance.text for utterance in of_one}) for of_one in said] == [4, 4]

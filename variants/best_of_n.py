@@ -193,7 +193,7 @@ def parse_args(argv=None):
     parser.add_argument("--critic_max_new_tokens", type=int, least=1, default=16,
                         help="token limit of a grader's reply; a reasoning model needs thousands")
     args = parser.parse_args(argv)
-    refuse_unused(parser, args)
+    refuse_unused(parser, args, args.critic.removeprefix(GRADER))
     if not args.critic.startswith(GRADER):
         parser.refuse_ignored(args, ["critic_temperature", "critic_max_new_tokens"],
                               f"because {args.critic} is not a grader model")
