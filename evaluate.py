@@ -175,7 +175,10 @@ def win_points(gaps, tolerance):
 def sign_test(wins, losses):
     """The exact two-sided p-value of this split if wins and losses were equally likely."""
     total = wins + losses
-    tail = sum(math.comb(total, smaller) for smaller in range(min(wins, losses) + 1))
+    ways, tail = 1, 1  # total choose 0, and the sum up to total choose min(wins, losses)
+    for k in range(min(wins, losses)):
+        ways = ways * (total - k) // (k + 1)  # total choose k + 1
+        tail += ways
     return min(1.0, 2 * tail / 2**total)
 
 
