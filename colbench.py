@@ -251,12 +251,10 @@ class Domain(typing.NamedTuple):
     # check_task(task, where) checks the fields that only this domain has, and tidies them in place
     check_task: typing.Callable = lambda task, where: None
     reply_chars: int = 400  # human replies are cut to this many characters
-    human_prompt_fields: tuple = ("hidden_information",)  # placeholders that human_prompt must hold
     # True: a reward of 1 is a success, less is a failure. False: episodes have only a reward
     has_success: bool = True
     success_reward: float = 1.0  # without has_success: the least reward that `succeeded` accepts
     reward_heading: str = "Reward × 100"
-    reward_factor: int = 100  # what tables and charts multiply rewards by
     pages: bool = False  # answers are web pages: drawn for human, value critic and report
     flags: typing.Mapping = {}  # collect.py's flags for the judge -> their defaults
 
@@ -294,7 +292,6 @@ DOMAINS = {
         graded_text=graded_page,
         one_turn_prompt=FRONTEND_ONE_TURN_PROMPT,
         reply_chars=1000,
-        human_prompt_fields=(),  # the solution comes as a picture
         has_success=False,
         success_reward=0.9,  # the paper names no number
         reward_heading="Similarity × 100",
@@ -307,7 +304,6 @@ DOMAINS = {
         open_judge=None,
         has_success=False,
         reward_heading="Reward",
-        reward_factor=1,
     ),
 }
 

@@ -42,12 +42,10 @@ the agent also sees its earlier plans, which stand before "OUTPUT:". docs/differ
 rest.
 """
 
-import itertools
 import random
 import typing
 
-from colbench import (
-    DOMAINS, MAX_TURNS, agent_messages, agent_prompt_of, agent_view, split_message)
+from colbench import DOMAINS, MAX_TURNS, agent_messages, agent_view, filled, split_message
 from formats.outcome import outcome_of
 from formats.read import group_by_task, load_episodes, state_key
 from runtime.flags import FlagParser
@@ -73,18 +71,17 @@ class Rules(typing.NamedTuple):
 def play(task, sample, agent, human, judge, rules):
     """One dialogue, from the request to the reward; returns the episode.
 
-    Sampling is seeded by task, sample and call, so dialogues do not affect each other. An error
-    ends only this dialogue, and is noted in its episode.
+    Sampling is seeded by task, sample and number of messages, so dialogues do not affect each
+    other. An error ends only this dialogue, and is noted in its episode.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
-    prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
+    prompt = filled(rules.agent_prompt, {"max_turns": str(rules.max_turns)})
     answer, grade, error = None, None, None
-    calls = itertools.count(1)
+    key = (task["task_id"], sample)
 
     def ask(speaker, messages):
-        key = (task["task_id"], sample)
-        seed = derive_seed(rules.seed, *key, next(calls))
+        seed = derive_seed(rules.seed, *key, len(history))
         # agent and human models read the messages alone; `task` is for scripts and the critic of
         # best of N, and `key` lets a model keep its cache
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]
@@ -92,12 +89,12 @@ def play(task, sample, agent, human, judge, rules):
     try:
         for turn in range(1, rules.max_turns + 1):
             party = "agent"  # who has to speak, for an error's message
-            said = ask(agent, agent_messages(history, prompt))
+            utterance = ask(agent, agent_messages(history, prompt))
             # what the human reads; `output` is all that the agent wrote, its thoughts included
             content, answer = split_message(
-                task, said.text, last_turn=turn == rules.max_turns)
-            history.append({"role": "assistant", "content": content, "output": said.text,
-                            "finished": said.finished})
+                task, utterance.text, last_turn=turn == rules.max_turns)
+            history.append({"role": "assistant", "content": content, "output": utterance.text,
+                            "finished": utterance.finished})
             if answer is not None:
                 break
             party = "human"
@@ -146,7 +143,8 @@ def choose_states(episodes, fraction, states_per_task, seed):
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
     used = set(task_ids[:max(1, round(fraction * len(task_ids)))])
-    states = [state for state in states_of(episodes) if state["task"]["task_id"] in used]
+    states = list(states_of(
+        episode for episode in episodes if episode["task"]["task_id"] in used))
     if not states_per_task:
         return states
     drawn = []
@@ -161,11 +159,11 @@ def candidates(state, agent, n, seed):
     # "candidates" keeps this seed apart from the dialogue's
     seed = derive_seed(seed, "candidates", *state_key(state))
     try:
-        said = agent.reply(Request(state["messages"], n=n, seed=seed, task=state["task"]))
+        utterances = agent.reply(Request(state["messages"], n=n, seed=seed, task=state["task"]))
     except SpeakerError as reason:
         return state | {"error": str(reason)}
-    return state | {"candidates": [utterance.text for utterance in said],
-                    "finished": [utterance.finished for utterance in said], "error": None}
+    return state | {"candidates": [utterance.text for utterance in utterances],
+                    "finished": [utterance.finished for utterance in utterances], "error": None}
 
 
 # -----------------------------------------------------------------------------
@@ -179,12 +177,10 @@ def episode_key(episode):
 def plan_episodes(args, process):
     """What to play: (task id and sample -> task, the Rules, the Domain, the files that were read).
 
-    It sets args.num_tasks to their number, and args.human, .agent_prompt and .clip if omitted, for
-    the record that open_rows writes.
+    Flags that the tasks decide, such as --num_tasks, are set in `args`, for the record of the run.
     """
-    tasks, domain, (agent_prompt, human_prompt), inputs = read_tasks_and_prompts(args, process)
-    rules = Rules(agent_prompt, human_prompt, args.max_turns,
-                  args.reply_chars or domain.reply_chars, args.seed)
+    tasks, domain, prompts, inputs = read_tasks_and_prompts(args, process)
+    rules = Rules(*prompts, args.max_turns, args.reply_chars or domain.reply_chars, args.seed)
     jobs = {(task["task_id"], sample): task
             for sample in range(args.samples_per_task) for task in tasks}
     return jobs, rules, domain, inputs
@@ -195,10 +191,9 @@ def collect_episodes(args, process):
     jobs, rules, domain, inputs = plan_episodes(args, process)
     # what an earlier run of this command has finished; another command's output is refused
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
-                      models=(args.agent, args.human), may_differ=["batch_size"])
+                      models=(args.agent, args.human))
     if store.missing(jobs):
-        earlier = store.rows.values()  # episodes of an earlier run of this command
-        with open_parties(args, process, domain, earlier) as (agent, human, judge, played_by):
+        with open_parties(args, process, domain, store) as (agent, human, judge, played_by):
             def work(key):
                 _, sample = key
                 return play(jobs[key], sample, agent, human, judge, rules) | played_by
@@ -214,7 +209,7 @@ def collect_states(args, process):
     states = choose_states(episodes, args.states_fraction, args.states_per_task, args.seed)
     jobs = {state_key(state): state for state in states}
     store = open_rows(args.output, vars(args), args.states, process, state_key,
-                      models=(args.agent,), may_differ=["batch_size"])
+                      models=(args.agent,))
     if store.missing(jobs):
         agent = open_agent(args, process)
         # states; a local model is asked for several batches, to batch prompts of similar length

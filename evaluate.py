@@ -22,14 +22,13 @@ To change                          edit
 Reads episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`). Writes results.json,
 and results.md with the tables that are printed. `python -m report` draws the same numbers as a
 page.
-Letters in shapes: D bootstrap draws, R seeds of a policy, T tasks.
+Letters in shapes: D bootstrap draws, K seeds of a policy, M tasks.
 
 Difference from the paper, which reports only means: intervals and tests.
 """
 
 import json
 import math
-import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -39,10 +38,9 @@ from colbench import DOMAINS
 from formats.outcome import lacks_answer
 from formats.policies import facts_of, read_policies, shared_tasks
 from formats.verdict import all_tables, verdict
-from judge.sandbox import SOLUTION_FAILED
 from runtime.files import write_atomically
 from runtime.flags import FlagParser
-from runtime.processes import launch
+from runtime.processes import launch, own_rank
 from runtime.text import markdown
 
 # -----------------------------------------------------------------------------
@@ -73,7 +71,7 @@ def episode_numbers(episode):
 
 
 def task_means(episodes, task_ids):
-    """Name of a number -> its mean over the samples of each task, (T,); NaN if none has it."""
+    """Name of a number -> its mean over the samples of each task, (M,); NaN if none has it."""
     samples = {task_id: defaultdict(list) for task_id in task_ids}
     for episode in episodes:
         for key, value in episode_numbers(episode).items():
@@ -94,23 +92,23 @@ def draw_counts(generator, count, draws):
 
 
 def drawn_means(sums, counts):
-    """The mean of each draw, (D, T) and (D, T) -> (D,); draws without a value are omitted."""
+    """The mean of each draw, (D, M) and (D, M) -> (D,); draws without a value are omitted."""
     sums, counts = sums.sum(1), counts.sum(1)
     return sums[counts > 0] / counts[counts > 0]
 
 
 def interval(values, seed_draws, task_draws, limits=None):
-    """Mean of values (R, T) with a 95 % bootstrap interval; NaN marks a task without a value.
+    """Mean of values (K, M) with a 95 % bootstrap interval; NaN marks a task without a value.
 
     A draw takes seeds and, independently, tasks, both with replacement. The tasks are the same for
-    all seeds of a draw, since every seed plays the same tasks. seed_draws (D, R) and task_draws
-    (D, T) say how often each was taken.
+    all seeds of a draw, since every seed plays the same tasks. seed_draws (D, K) and task_draws
+    (D, M) say how often each was taken.
     """
     present = ~numpy.isnan(values)
     if not present.any():
         return None
-    sums = (seed_draws @ numpy.where(present, values, 0.0)) * task_draws  # (D, T)
-    counts = (seed_draws @ present.astype(float)) * task_draws  # (D, T)
+    sums = (seed_draws @ numpy.where(present, values, 0.0)) * task_draws  # (D, M)
+    counts = (seed_draws @ present.astype(float)) * task_draws  # (D, M)
     tasks = int(present.any(0).sum())
     means = drawn_means(sums, counts)
     return {"value": float(values[present].mean())} | bounds(means, tasks, limits)
@@ -136,17 +134,17 @@ def bounds(means, count, limits=None):
 
 
 def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
-    """Compare the values of two policies, (R, T) each, each with its own number of seeds.
+    """Compare the values of two policies, (K, M) each, each with its own number of seeds.
 
     Only tasks with a value for every seed of both policies count; None if there is none. A draw
     takes the same tasks for both policies (a paired comparison), and their seeds independently.
     """
-    shared = ~(numpy.isnan(ours).any(0) | numpy.isnan(theirs).any(0))  # (T,)
+    shared = ~(numpy.isnan(ours).any(0) | numpy.isnan(theirs).any(0))  # (M,)
     if not shared.any():
         return None
     ours, theirs, task_draws = ours[:, shared], theirs[:, shared], task_draws[:, shared]
-    gaps = ours.mean(0) - theirs.mean(0)  # (T,)
-    drawn_gaps = our_draws @ ours / len(ours) - their_draws @ theirs / len(theirs)  # (D, T)
+    gaps = ours.mean(0) - theirs.mean(0)  # (M,)
+    drawn_gaps = our_draws @ ours / len(ours) - their_draws @ theirs / len(theirs)  # (D, M)
     count = len(gaps)
     if limits is not None:
         limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
@@ -186,22 +184,16 @@ def sign_test(wins, losses):
 # All policies
 
 
-def unsolvable_tasks(policies):
-    """The ids of tasks whose own solution fails a test."""
-    return {episode["task"]["task_id"] for seeds in policies.values() for episodes in seeds
-            for episode in episodes if SOLUTION_FAILED in episode["reasons"].values()}
-
-
 def score(policies, draws=2000):
     """What results.json holds. policies: name -> seeds, each a list of episodes."""
-    task_ids, domain = shared_tasks(policies)
+    task_ids, domain, unsolvable = shared_tasks(policies)
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
-    limits = dict(NUMBERS)
-    if DOMAINS[domain].logged:
-        limits["reward"] = None  # a log's reward may be any number
-    task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, T)
-    values = {}  # policy -> number -> (R, T)
-    seed_draws = {}  # policy -> (D, R)
+    limits, reward_factor = dict(NUMBERS), 100
+    if DOMAINS[domain].logged:  # a log's reward may be any number
+        limits["reward"], reward_factor = None, 1
+    task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, M)
+    values = {}  # policy -> number -> (K, M)
+    seed_draws = {}  # policy -> (D, K)
     facts = {}  # policy -> who played and graded it, its errors, its numbers
     for name, seeds in policies.items():
         means = [task_means(episodes, task_ids) for episodes in seeds]
@@ -229,8 +221,8 @@ def score(policies, draws=2000):
     ranking = sorted(achieved, key=lambda name: -achieved[name])
     return {
         "domain": domain, "metric": metric, "reward_heading": DOMAINS[domain].reward_heading,
-        "reward_factor": DOMAINS[domain].reward_factor,
-        "tasks": len(task_ids), "unsolvable": len(unsolvable_tasks(policies)), "draws": draws,
+        "reward_factor": reward_factor,  # what tables and charts multiply rewards by
+        "tasks": len(task_ids), "unsolvable": unsolvable, "draws": draws,
         "policies": facts, "ranking": ranking,
         "comparisons": comparisons([(name, first, key) for name in others
                                     for key in ("success", "reward")]),
@@ -243,18 +235,15 @@ def score(policies, draws=2000):
 
 
 def main(args):
-    alone = (os.environ.get("WORLD_SIZE") or "1") == "1"
-    if not alone and os.environ.get("RANK", "0") != "0":  # the first process of torchrun evaluates
+    if own_rank() != 0:  # the first process of torchrun evaluates
         return
     results = score(read_policies(args.policies))
-    tables = all_tables(results)
+    tables = "\n\n".join(map(markdown, all_tables(results)))
     output = Path(args.output)
     text = json.dumps(results, indent=2, allow_nan=False)
     write_atomically(output / "results.json", text + "\n")
-    write_atomically(output / "results.md", "\n\n".join(map(markdown, tables)) + "\n")
-    print("\n".join(verdict(results)))
-    for table in tables:
-        print("\n" + markdown(table))
+    write_atomically(output / "results.md", tables + "\n")
+    print("\n".join(verdict(results)) + "\n\n" + tables)
     for name, policy in results["policies"].items():
         if policy["errors"].total() == policy["episodes"]:
             raise SystemExit(f"an error stopped every dialogue of {name}; expected at least one to"

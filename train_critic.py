@@ -63,7 +63,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, request_index, succeeded
 from formats.ranking import rank_states
-from formats.read import fits_in_words, group_by_task, load_episodes, read_candidates, solution_of
+from formats.read import (
+    group_by_task, load_episodes, read_candidates, solution_of, truncation_in_words)
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
 from runtime.processes import launch
@@ -216,8 +217,8 @@ def turn_logprobs(model, rows):
     logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
     turn_numbers = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[:, 1:, None] == turn_numbers  # (R, T - 1, S); token t + 1 is in turn s
-    return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
+    in_turn = turn_index[:, 1:, None] == turn_numbers  # (R, T - 1, S): token t + 1 is in turn s
+    return torch.where(in_turn, logprobs, 0).sum(1), in_turn.sum(1)
 
 
 def critic_objective(model, pairs, beta, nll, normalise):
@@ -330,9 +331,9 @@ def train(args):
     episodes, omitted = load_episodes(args.episodes)
     for episode in run.watch(episodes, "episode"):
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length, args.privileged)
-    fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
+    truncation = truncation_in_words([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes of {len(group_by_task(episodes))} tasks ({omitted} failed"
-            f" ones omitted); {fits}")
+            f" ones omitted); {truncation}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     rows = list(dict.fromkeys(row for pair in pairs for row in pair))  # each once
@@ -348,7 +349,7 @@ def train(args):
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
     steps_per_epoch = len(batches) // args.epochs
-    steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
+    steps = run.limit(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
     # resume loads the last saved state, if any, and returns the step to continue from (or 0)
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
@@ -407,7 +408,7 @@ class Critic:
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         self.normalise = flags["normalise"]
         # plain, as in the official ranking: the reference does not see the solution
-        self.reference_sees = "none" if reference == "plain" else self.privileged
+        self.reference_privileged = "none" if reference == "plain" else self.privileged
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference_model = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -416,9 +417,9 @@ class Critic:
         """Each text's advantage as the turn after `messages`; None if the longest does not fit."""
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
         reference_rows = rows
-        if self.reference_sees != self.privileged:
+        if self.reference_privileged != self.privileged:
             reference_rows = self.candidate_rows(
-                task, messages, texts, finished, self.reference_sees)
+                task, messages, texts, finished, self.reference_privileged)
         if rows is None or reference_rows is None:
             return None
         advantages = self.turn_advantages(rows, reference_rows)  # (R, 1)
@@ -462,11 +463,7 @@ def rank(args):
     if trained_with["privileged"] == "none" and args.reference == "plain":
         raise SystemExit("found --reference plain with a critic that does not see the solution"
                          " either, so it changes nothing; omit --reference")
-
-    def open_critic(device):
-        return Critic(args.output, device, args.dtype, args.reference)
-
-    rank_states(args, open_critic, flags={"reference": args.reference})  # `flags`: for its record
+    rank_states(args, Critic, reference=args.reference)
 
 
 # -----------------------------------------------------------------------------

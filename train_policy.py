@@ -59,7 +59,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, succeeded
 from formats.read import (
-    custom_prompt, fits_in_words, group_by_task, load_episodes, read_candidates, state_key)
+    custom_prompt, group_by_task, load_episodes, read_candidates, state_key, truncation_in_words)
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
@@ -224,8 +224,8 @@ def turn_logprobs(model, rows):
     logits = model(ids, use_cache=False).logits.float()  # (R, T, V); at t, those of token t + 1
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])  # (R, T - 1, 1)
     turn_numbers = torch.arange(max(row.turns for row in rows), device=model.device)  # (S,)
-    is_of_turn = turn_index[:, 1:, None] == turn_numbers  # (R, T - 1, S); token t + 1 is in turn s
-    return torch.where(is_of_turn, logprobs, 0).sum(1), is_of_turn.sum(1)
+    in_turn = turn_index[:, 1:, None] == turn_numbers  # (R, T - 1, S): token t + 1 is in turn s
+    return torch.where(in_turn, logprobs, 0).sum(1), in_turn.sum(1)
 
 
 def dpo_objective(model, pairs, beta, nll):
@@ -310,9 +310,9 @@ def read_episode_pairs(tokenizer, args, run):
     for episode in run.watch(episodes, "episode"):
         episode["row"] = dialogue_row(tokenizer, episode, args.max_length)
     groups = list(dialogue_pairs(episodes, args.pairs, args.margin).values())
-    fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
+    truncation = truncation_in_words([episode["row"] for episode in episodes], args.max_length)
     run.say(f"{len(episodes)} episodes of {len(groups)} tasks ({omitted} failed ones omitted):"
-            f" {sum(map(len, groups))} pairs; {fits}")
+            f" {sum(map(len, groups))} pairs; {truncation}")
     if not any(groups):
         raise SystemExit(f"{' '.join(args.episodes)}: found no pair of a better and a worse episode"
                          " of one task, expected at least one; collect more episodes of each task,"
@@ -349,7 +349,7 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps = run.plan(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
+    steps = run.limit(len(batches))  # fewer with --max_steps, which leaves the schedule as it is
     # resume loads the last saved state, if any, and returns the step to continue from (or 0)
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)

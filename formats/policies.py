@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from formats.read import one_domain, read_episodes
+from judge.sandbox import SOLUTION_FAILED
 
 
 def named_files(specs):
@@ -34,7 +35,10 @@ def read_policies(specs):
 
 
 def shared_tasks(policies):
-    """(task ids in order of appearance, their domain). Every seed must have the same tasks."""
+    """(task ids in order of appearance, their domain, how many their own solution fails).
+
+    Every seed must have the same tasks.
+    """
     seeds = [(name, of_seed) for name, policy in policies.items() for of_seed in policy]
     tasks = {episode["task"]["task_id"]: episode["task"]
              for _, of_seed in seeds for episode in of_seed}
@@ -47,7 +51,9 @@ def shared_tasks(policies):
                          f" (not in every file: {', '.join(missing[:5])}), expected the same tasks"
                          " in all files; play what is missing, or omit a file")
     one_domain(tasks.values())
-    return list(tasks), next(iter(tasks.values()))["domain"]
+    unsolvable = {episode["task"]["task_id"] for _, of_seed in seeds for episode in of_seed
+                  if SOLUTION_FAILED in episode["reasons"].values()}
+    return list(tasks), next(iter(tasks.values()))["domain"], len(unsolvable)
 
 
 def facts_of(policy):

@@ -9,28 +9,27 @@ from runtime.processes import join_processes
 from runtime.record import edited_since, open_rows, read_run
 
 
-def rank_states(args, open_critic, flags):
+def rank_states(args, critic_class, **flags):
     """Write --ranked: the states of --candidates, with advantages from the critic in --output.
 
-    `open_critic(device)` gives the critic. `flags` are flags of the ranking that only this critic
-    has, for the record of the output.
+    `flags` are flags of the ranking that only this class of critics takes.
     """
     process = join_processes()
     path = args.ranked or Path(args.output, "ranked.jsonl")
     record = Path(args.output, "run.json")
     run = read_run(record)
     states, omitted = read_candidates(args.candidates)
-    flags = flags | {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
+    recorded = flags | {"candidates": args.candidates, "critic": args.output, "dtype": args.dtype}
     inputs = [args.candidates, record]
     # rows are appended one by one, so a killed command goes on where it stopped
-    store = open_rows(path, flags, inputs, process, state_key, flag="--ranked")
+    store = open_rows(path, recorded, inputs, process, state_key, flag="--ranked")
     for script in edited_since(run):
         process.say(f"{args.output}: {script} was edited since this critic was trained; the"
                     " advantages are those of the code as it is now")
     jobs = {state_key(state): state for state in states}
     mine = store.missing(jobs)
     if mine:  # a model is loaded only for states that are left to rank
-        critic = open_critic(process.device)
+        critic = critic_class(args.output, process.device, args.dtype, **flags)
         for key in tqdm(mine, unit="state", desc="ranking", **process.bar_args):
             state = jobs[key]
             advantages = critic.advantages(state["task"], state["messages"], state["candidates"],

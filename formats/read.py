@@ -168,7 +168,7 @@ def load_episodes(paths):
     return sound, len(episodes) - len(sound)
 
 
-def fits_in_words(rows, max_length):
+def truncation_in_words(rows, max_length):
     """How many dialogues `max_length` has cut, in words; `rows` holds None for an omitted one."""
     shorter, omitted = sum(row.dropped > 0 for row in rows if row), rows.count(None)
     if not shorter and not omitted:

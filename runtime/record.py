@@ -141,14 +141,18 @@ def files_of(record):
     return f"the directory {output}" if output.is_dir() else f"{output}*"
 
 
-def open_rows(path, flags, inputs, process, key, models=(), may_differ=(), flag="--output"):
-    """A ResumableJsonl whose record of the command is PATH.run.json; `models` are inputs, too."""
+def open_rows(path, flags, inputs, process, key, models=(), flag="--output"):
+    """A ResumableJsonl whose record of the command is PATH.run.json; `models` are inputs, too.
+
+    --batch_size, how many conversations are answered at a time, may differ on resuming.
+    """
     record = Path(f"{path}.run.json")
     if ResumableJsonl.files(path) and not record.is_file():
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
-    claim_output(record, flags, [*inputs, *run_files(*models)], process, may_differ, flag)
+    inputs = [*inputs, *run_files(*models)]
+    claim_output(record, flags, inputs, process, may_differ=("batch_size",), flag=flag)
     return ResumableJsonl(path, key, process)
 
 

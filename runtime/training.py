@@ -77,10 +77,8 @@ class Run:
     def share(self, batch, size):
         """Parts of a batch for this rank, at most `size` entries each, and the weight of each part.
 
-        The ranks of FSDP synchronise in every layer, so all must run the same number of forwards:
-        every rank gets the same number of parts. A rank for which nothing is left repeats an entry
-        with weight 0. Any other part is weighted with the number of ranks, because FSDP takes the
-        mean of the ranks' gradients, and the gradient of a batch is their sum.
+        Every rank gets the same number of parts. The loop in train_critic.py says what weights and
+        repeated entries are for.
         """
         at_once = size * self.world
         for start in range(0, len(batch), at_once):
@@ -142,7 +140,7 @@ class Run:
     # -------------------------------------------------------------------------
     # Steps
 
-    def plan(self, planned):
+    def limit(self, planned):
         """The number of steps to take: those `planned`, or fewer with --max_steps."""
         self.planned, self.last = planned, min(self.max_steps or planned, planned)
         return self.last
@@ -182,7 +180,8 @@ class Run:
         """A line of metrics.jsonl, with what was added; numbers that are not finite end the run."""
         sums = torch.stack(list(self.totals.values()))
         torch.distributed.all_reduce(sums, group=self.process.group)
-        line = dict(zip(self.totals, (sums / self.world).tolist(), strict=True))
+        means = sums / self.world  # the weights of `share` count the ranks
+        line = dict(zip(self.totals, means.tolist(), strict=True))
         self.totals = {}
         for name, value in metrics.items():
             value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of FSDP

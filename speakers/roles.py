@@ -92,10 +92,10 @@ def read_prompts(args, tasks, domain):
     human_prompt = read_prompt(args.human_prompt)
     if human_prompt is None:
         human_prompt = domain.human_prompt
-    for field in domain.human_prompt_fields:
-        if "{" + field + "}" not in human_prompt:
-            raise SystemExit(f"{args.human_prompt}: found a human prompt without {{{field}}},"
-                             " expected it, since it tells the human what to want; add it")
+    # the human of pages sees the solution as a picture
+    if "{hidden_information}" not in human_prompt and not domain.pages:
+        raise SystemExit(f"{args.human_prompt}: found a human prompt without {{hidden_information}}"
+                         ", expected it, since it tells the human what to want; add it")
     agent_prompt = read_prompt(args.agent_prompt)
     if agent_prompt is None:
         agent_prompt = agent_prompt_of(tasks[0], None, args.max_turns)
@@ -128,18 +128,18 @@ def say_if_untrainable(tokenizer, say):
             return
 
 
-def players(args, agent, human, rows):
+def players(args, agent, human, store):
     """Who plays, for the episodes: of a server the name of its model.
 
-    Where no flag names the model, the server may have another one when a run is resumed. `rows` are
-    the episodes of the earlier run.
+    Where no flag names the model, the server may have another one when a run is resumed.
     """
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
         spec = getattr(args, role)
         name = names[role] = getattr(speaker, "model_name", None) or spec
         # a server that listed no model then is in the rows by its address
-        others = {row[role] for row in rows if not is_server(row[role])} - {name}
+        earlier = {row[role] for row in store.rows.values()}
+        others = {found for found in earlier if not is_server(found)} - {name}
         if name != spec and others:
             raise SystemExit(f"{spec}: found the model {name}, expected {min(others)}, which"
                              f" has played the episodes in {args.output} so far; serve it again, or"
@@ -148,9 +148,9 @@ def players(args, agent, human, rows):
 
 
 @contextlib.contextmanager
-def open_parties(args, process, domain, rows):
-    """Agent, human and judge of dialogues, and who they are; while the judge works, models go on
-    with others. `rows` are the episodes of an earlier run.
+def open_parties(args, process, domain, store):
+    """Agent, human and judge of the dialogues that `store` lacks, and who they are; while the judge
+    works, models go on with others.
     """
     flags = {flag: getattr(args, flag) for flag in domain.flags}
     with domain.open_judge(**flags) as judge:
@@ -161,5 +161,5 @@ def open_parties(args, process, domain, rows):
             args.human_model, args.human_temperature, args.human_max_new_tokens, args.batch_size,
             process.device, args.dtype), pictures=domain.pages)
         agent = open_agent(args, process)
-        played_by = players(args, agent, human, rows) | {"judge": said}
+        played_by = players(args, agent, human, store) | {"judge": said}
         yield agent, human, JudgeElsewhere(judge), played_by

@@ -152,10 +152,9 @@ def collect_episodes(args, process):
     jobs, rules, domain, inputs = plan_episodes(args, process)
     scorer = args.critic.removeprefix(GRADER)
     store = open_rows(args.output, vars(args), inputs, process, episode_key,
-                      models=(args.agent, args.human, scorer), may_differ=["batch_size"])
+                      models=(args.agent, args.human, scorer))
     if store.missing(jobs):
-        earlier = store.rows.values()
-        with open_parties(args, process, domain, earlier) as (sampled, human, judge, played_by):
+        with open_parties(args, process, domain, store) as (sampled, human, judge, played_by):
             played_by["best_of_n"] = args.n
             played_by["scorer"] = GRADER + args.critic_model if args.critic_model else args.critic
             agent = BestOfN(sampled, open_choice(args, process), args.n)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from colbench import succeeded
-from formats.read import custom_prompt, fits_in_words, load_episodes
+from formats.read import custom_prompt, load_episodes, truncation_in_words
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train
 from runtime.processes import launch
@@ -53,10 +53,10 @@ def main(args):
     chosen = [episode for episode in episodes if succeeded(episode) or not args.successes]
     rows = [dialogue_row(tokenizer, episode, args.max_length)
             for episode in run.watch(chosen, "episode")]
-    fits = fits_in_words(rows, args.max_length)
+    truncation = truncation_in_words(rows, args.max_length)
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted): {len(rows)} to learn from;"
-            f" {fits}")
+            f" {truncation}")
     if not rows:
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
                          f" {'a success' if args.successes else 'one'} whose last turn fits into"
@@ -69,7 +69,7 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     batches = plan_batches([rows], args.epochs, args.batch_size, "pairs", args.seed)
-    steps = run.plan(len(batches))
+    steps = run.limit(len(batches))
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr

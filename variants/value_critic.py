@@ -33,7 +33,7 @@ from transformers import AutoModelForTokenClassification
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
 from formats.ranking import rank_states
-from formats.read import MOST_REWARD, fits_in_words, load_episodes
+from formats.read import MOST_REWARD, load_episodes, truncation_in_words
 from runtime.flags import FlagParser
 from runtime.models import (
     default_device, fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures)
@@ -183,8 +183,8 @@ def train(args):
     episodes.sort(key=lambda episode: episode["task"]["task_id"])  # a task's pictures are read once
     for episode in run.watch(episodes, "episode"):
         episode["row"] = reader.dialogue_row(episode)
-    fits = fits_in_words([episode["row"] for episode in episodes], args.max_length)
-    run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted); {fits}")
+    truncation = truncation_in_words([episode["row"] for episode in episodes], args.max_length)
+    run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted); {truncation}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
     outcomes = [row.outcome for pair in pairs for row in pair]
@@ -206,7 +206,7 @@ def train(args):
     # rows with pictures are computed one by one, and all ranks must run equally many forwards
     size = 1 if reader.sight else args.micro_batch_size
     batches = plan_batches(groups, args.epochs, args.batch_size, args.shuffle, args.seed)
-    steps, steps_per_epoch = run.plan(len(batches)), len(batches) // args.epochs
+    steps, steps_per_epoch = run.limit(len(batches)), len(batches) // args.epochs
     for step in range(run.resume(model, optimizer), steps):
         lr = learning_rate(step, len(batches), args.lr)
         optimizer.param_groups[0]["lr"] = lr
@@ -287,11 +287,8 @@ def open_critic(path, device=None, dtype=None):
 
 def rank(args):
     """Give each candidate of --candidates its value."""
-    def open_value_critic(device):
-        return ValueCritic(args.output, device, args.dtype)
-
     read_value_flags(args.output)  # refuses another kind of critic
-    rank_states(args, open_value_critic, {})
+    rank_states(args, ValueCritic)
 
 
 # -----------------------------------------------------------------------------
