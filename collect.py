@@ -33,7 +33,8 @@ To change                          edit
     which states are used          choose_states
     what a party reads, rewards    DOMAINS in colbench.py
     who speaks                     speakers/
-variants/best_of_n.py shows how to put something between agent and dialogue.
+variants/best_of_n.py shows how to put something between agent and dialogue. What the human must not
+read is left out of `view` in play.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
 the official ones). From the official code: answers are graded without its grader's quirks (`--judge

@@ -28,7 +28,7 @@ candidates (`ranked.jsonl`) for train_policy.py, one state a line:
      "advantages": [0.021, ...], "ranker": "critic"}
 
 To change                  edit
-    the loss               critic_loss; critic_objective, which calls it, for the NLL term
+    the loss               critic_loss; critic_objective for the NLL term and what is logged
     inputs of the loss     fields of Row, which dialogue_row fills in
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes, PAIRS

@@ -26,7 +26,8 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
-    the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term
+    the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term and
+                              what is logged
     inputs of the loss        fields of Row, which candidate_pairs and dialogue_row fill in
     the states                read_candidate_pairs
     the pairs of candidates   make_pairs, PAIRINGS

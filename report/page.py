@@ -130,12 +130,13 @@ def add_advantages(critic, episodes):
         row = critic.dialogue_row(episode)
         if row is None:
             continue
-        if row.dropped + row.turns > episode["turns"]:
-            raise SystemExit(f"found {row.turns} advantages of an episode of {episode['turns']}"
+        [values] = critic.turn_advantages([row]).tolist()
+        end = row.dropped + len(values)  # a fork's rows may count tokens in place of turns
+        if end > episode["turns"]:
+            raise SystemExit(f"found {len(values)} advantages of an episode of {episode['turns']}"
                              " turns, expected one a turn; a critic of tokens has to sum them in"
                              " turn_advantages")
-        [values] = critic.turn_advantages([row]).tolist()
-        episode["advantages"][row.dropped:row.dropped + row.turns] = values
+        episode["advantages"][row.dropped:end] = values
 
 
 def true_credits(episode):

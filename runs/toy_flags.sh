@@ -84,7 +84,7 @@ critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
   python train_critic.py --model "$1" --output "$2" --seed "$SEED" "${CRITIC[@]}" \
     "${CRITIC_LOSS[@]}" $PACKED "${@:3}"
 }
-rank() { # CANDIDATES CRITIC FLAGS...: writes CRITIC/ranked.jsonl
+rank() { # CANDIDATES CRITIC FLAGS...: writes CRITIC/ranked.jsonl, so FLAGS may not hold --ranked
   python train_critic.py --candidates "$1" --output "$2" $PACKED "${@:3}"
   true_credit "$2"
 }

@@ -440,6 +440,24 @@ def test_advantages_stand_at_their_turns_if_the_last_is_empty_or_the_first_was_d
     assert row["advantages"] == expected
 
 
+def test_a_critic_of_tokens_shades_turns_if_it_sums_its_tokens_and_is_refused_otherwise():
+    row = episode(0)
+    values = [[1.0] * row["turns"]]
+
+    class Tokens:
+        def dialogue_row(self, found):
+            return types.SimpleNamespace(ids=[1], turns=99, dropped=0)
+
+        def turn_advantages(self, rows):
+            return torch.tensor(values)
+
+    page.add_advantages(Tokens(), [row])
+    assert row["advantages"] == values[0]
+    values = [[1.0] * 99]
+    with pytest.raises(SystemExit, match="found 99 advantages .* has to sum them"):
+        page.add_advantages(Tokens(), [row])
+
+
 def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(shown):
     shown.set("policy", "ours")
     shown.run("document.querySelectorAll('.row')[1].click()")
