@@ -14,7 +14,7 @@ from tqdm import tqdm
 from colbench import DOMAINS, MAX_TURNS
 from evaluate import LEAK
 from formats.outcome import lacks_answer
-from formats.read import is_finite
+from formats.read import group_by_task, is_finite
 from judge.browser import Browser
 from judge.pages import graded_page, open_picture, solution_page
 from report.charts import LAST_QUESTION, ending, ranking_chart, result_charts, training_curves
@@ -112,15 +112,28 @@ def annotate(policies, critic, held_out):
             if not isinstance(episode.get(key), str):
                 episode[key] = None
     episodes = [episode for episode in every if not episode["error"]]
+    on_page = [episode for episode in shown(every) if not episode["error"]]
     if critic:
-        add_advantages(critic, episodes)
+        add_advantages(critic, on_page)
     for episode in episodes:
         episode["held_out"] = episode["task"]["task_id"] in held_out
         if has_toy_credit(episode["task"]):
             episode["credits"] = true_credits(episode)
     if episodes and DOMAINS[episodes[0]["task"]["domain"]].pages:
         with Browser() as browser:
-            add_screenshots(episodes, browser)
+            add_screenshots(on_page, browser)
+
+
+def shown(episodes):
+    """The episodes that the page has room for, task by task as it shows them, and a few more."""
+    packer, size = zlib.compressobj(), 0
+    for group in group_by_task(episodes).values():
+        for episode in group:
+            if 4 / 3 * size > PAGE_BYTES:  # of the dialogues alone, in base64
+                return
+            text = " ".join(message["content"] for message in episode["dialogue_history"])
+            size += len(packer.compress(text.encode()))
+            yield episode
 
 
 def add_advantages(critic, episodes):

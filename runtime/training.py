@@ -4,6 +4,7 @@ It computes no loss and knows no pair and no row; its messages read metrics by n
 train/margin. `train` in train_critic.py shows how a trainer uses it.
 """
 
+import array
 import contextlib
 import hashlib
 import json
@@ -126,10 +127,10 @@ class Run:
                     module.reshard()
 
     def refuse_unequal_data(self, data):
-        """Stop if ranks hold different data, from other copies of the input files."""
+        """Stop if ranks hold different data, lists of token ids, from other copies of the files."""
         digest = hashlib.sha256()
-        for part in data:
-            digest.update(json.dumps(part).encode())
+        for ids in data:
+            digest.update(array.array("q", [len(ids), *ids]).tobytes())
         digests = self.gather({self.rank: digest.hexdigest()})  # rank -> digest
         others = [rank for rank, found in digests.items() if found != digests[0]]
         if others:

@@ -564,6 +564,27 @@ def test_no_more_pages_are_drawn_than_the_file_can_hold(monkeypatch):
     assert episodes[0]["screenshot"] and not episodes[9]["screenshot"]
 
 
+def test_the_critic_reads_all_dialogues_that_the_file_can_hold_and_not_many_more(monkeypatch):
+    draw, read = random.Random(0), []
+    run = [complete_episode(episode(task, text=draw.randbytes(1000).hex()))
+           for task in range(200)]
+
+    class Reading:
+        def dialogue_row(self, found):
+            read.append(found)
+            return types.SimpleNamespace(dropped=0)
+
+        def turn_advantages(self, rows):
+            return torch.ones(1, 2)
+
+    monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
+    page.annotate({"p": [run]}, Reading(), ())
+    held, _ = unpacked({"p": [run]}, page.PAGE_BYTES)
+    held = [record for task in held["tasks"] for record in task["episodes"]]
+    assert all(record["advantages"] == [1.0, 1.0] for record in held)
+    assert 0 < len(held) <= len(read) < 2 * len(held) < 200
+
+
 def test_shared_pictures_are_stored_once_and_too_much_omits_pictures_then_whole_tasks():
     draw = random.Random(0)
     run = [episode(task, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None,

@@ -20,6 +20,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tqdm import tqdm
+
 from colbench import MAX_TURNS, request_index, split_message, without_thoughts
 from formats.read import read_candidates, state_key
 from judge.sandbox import grade
@@ -79,7 +81,8 @@ def toy_credit(task, history, turn, right=None, max_turns=MAX_TURNS):
 def credits_of(states):
     """For each state the true credit of its candidates; the judge works beside this process."""
     with ThreadPoolExecutor(8) as threads:
-        return list(threads.map(credits_of_state, states))
+        found = threads.map(credits_of_state, states)
+        return list(tqdm(found, total=len(states), unit="state", desc="true credit"))
 
 
 def credits_of_state(state):
