@@ -160,7 +160,7 @@ class Canonical:
             offset = value.utcoffset()
             if offset is not None and "datetime.datetime" in names:
                 value, offset = value - offset, "UTC"
-            return f"time {value.replace(tzinfo=None, fold=0).isoformat()} {offset}"
+            return f"time {value.replace(tzinfo=None).isoformat()} {offset}"
         if "datetime.date" in names:
             return f"date {value.isoformat()}"
         if "datetime.timedelta" in names:

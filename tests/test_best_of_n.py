@@ -1,10 +1,11 @@
 """Best of N: a critic or a grader model chooses each turn."""
 
+import json
 import threading
 
 import pytest
 from chat_server import running
-from conftest import dialogue, read_rows, run_script
+from conftest import dialogue, read_rows, refusal, run_script
 from parties import RULES, TASKS, Failing, LenientJudge, Local, Served, asker, human_line, played
 
 from collect import play
@@ -176,3 +177,29 @@ def test_critics_of_either_kind_choose_and_episodes_note_it(tiny, toy_episodes, 
     assert {row["judge"] for row in plain} == {"--judge fixed"}
     assert one == [row | {"best_of_n": 1, "scorer": str(critic)} for row in plain]
     assert list(map(said, one)) != list(map(said, three))
+
+
+@pytest.mark.parametrize("said, index", [("1", 0), ("4", 3), ("0", 0), ("5", 0), ("-2", 1)])
+def test_the_number_that_a_grader_says_counts_from_1_to_the_last_candidate(said, index):
+    candidates = [Utterance(text, True) for text in "abcd"]
+    assert GraderChoice(Served(lambda request: said)).best(REQUEST, candidates) == index
+
+
+def test_a_critic_that_was_trained_anew_chooses_no_rest_of_an_output(tiny, toy_episodes, tmp_path):
+    critic = tmp_path / "critic"
+    run_script("train_critic.py", "--episodes", toy_episodes, "--model", tiny(), "--output", critic,
+               "--max_steps", 1)
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", 1, "--max_turns", 1, "--agent",
+             "scripted:guessing", "--n", 2, "--critic", critic, "--output", tmp_path / "e.jsonl"]
+    run_script("variants/best_of_n.py", *flags, "--samples_per_task", 1)
+    run = json.loads((critic / "run.json").read_text())
+    run["flags"]["seed"] = 1
+    (critic / "run.json").write_text(json.dumps(run))
+    assert "critic/run.json (its content)" in refusal(
+        "variants/best_of_n.py", *flags, "--samples_per_task", 2)
+
+
+def test_what_is_no_critic_is_refused_before_the_output_is_claimed(tiny, tmp_path):
+    said = refusal("variants/best_of_n.py", "--tasks", "toy:backend:test", "--agent", "scripted",
+                   "--n", 2, "--critic", tiny(), "--output", tmp_path / "out/e.jsonl")
+    assert "found no run.json" in said and not (tmp_path / "out").exists()

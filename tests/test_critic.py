@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import random
 import shutil
 
@@ -587,3 +588,89 @@ def test_the_critics_logits_are_exact_where_its_model_is_not():
     errors.append((rounded(ids).logits - exact(ids).logits).abs().mean().item())
     assert rounded(ids).logits.dtype == torch.float32 and errors[1] < errors[0]
     assert rounded.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+def test_held_out_numbers_are_means_over_held_out_pairs_without_nll_also_where_max_steps_ends(
+        tiny, tmp_path):
+    episodes = write_episodes(tmp_path / "episodes.jsonl")
+    train(episodes, tiny(), tmp_path / "critic", "--lr", 0, "--nll", 5, "--batch_size", 3,
+          "--max_steps", 1)
+    line, = metrics(tmp_path / "critic")
+    assert line["holdout/pairs"] == 4
+    assert line["holdout/loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_beta_scales_the_margin_and_the_loss_of_the_margin():
+    tokenizer = byte_tokenizer()
+    rows = rows_of(tokenizer, dialogue("t", "ab"), dialogue("t", "cd"))
+    model = tiny_model(tokenizer)
+    logprobs, _ = turn_logprobs(model, rows)
+    rows[0].reference, rows[1].reference = logprobs[0] - 1, logprobs[1] + 1
+    found = critic_objective(model, [tuple(rows)], 0.5, 0.0, "none")
+    assert found["margin"].item() == pytest.approx(1.0, abs=1e-4)
+    assert found["loss"].item() == pytest.approx(math.log1p(math.exp(-1.0)), abs=1e-4)
+
+
+def test_pages_have_a_best_one_without_a_success():
+    group = with_rewards(0.7, 0.2, 0.4, domain="frontend")
+    assert pair_episodes(group) == [(group[0], group[1]), (group[0], group[2])]
+
+
+def test_a_plain_reference_of_a_critic_that_sees_no_solution_is_refused(trained, tiny, tmp_path):
+    candidates = write_candidates(tmp_path / "candidates.jsonl", 1)
+    train(trained / "episodes.jsonl", tiny(), tmp_path / "critic", "--privileged", "none",
+          "--max_steps", 1)
+    said = refusal("train_critic.py", "--output", tmp_path / "critic", "--candidates", candidates,
+                   "--reference", "plain")
+    assert "found --reference plain with a critic that does not see the solution" in said
+    assert not list((tmp_path / "critic").glob("ranked*"))
+
+
+def test_which_tasks_are_held_out_does_not_depend_on_the_order_of_the_episodes():
+    names = [f"t{index}" for index in range(40)]
+    assert split_tasks(names, 0.2, 0) == split_tasks(names[::-1], 0.2, 0)
+
+
+def test_advantages_of_a_critic_that_was_trained_anew_are_not_taken_over(trained, tmp_path):
+    candidates = write_candidates(tmp_path / "candidates.jsonl", 1)
+    shutil.copytree(trained / "critic", tmp_path / "critic")
+    given = ["--output", tmp_path / "critic", "--candidates", candidates,
+             "--ranked", tmp_path / "ranked"]
+    run_script("train_critic.py", *given)
+    run = json.loads((tmp_path / "critic/run.json").read_text())
+    run["flags"]["seed"] = 1
+    (tmp_path / "critic/run.json").write_text(json.dumps(run))
+    assert "critic/run.json (its content)" in refusal("train_critic.py", *given)
+
+
+def test_a_ranking_in_another_dtype_is_another_ranking(trained, tmp_path):
+    given = ["--output", trained / "critic", "--ranked", tmp_path / "ranked", "--candidates",
+             write_candidates(tmp_path / "candidates.jsonl", 1)]
+    run_script("train_critic.py", *given, "--dtype", "bfloat16")
+    said = refusal("train_critic.py", *given, "--dtype", "float32")
+    assert "differs in dtype (it was bfloat16)" in said
+
+
+def test_a_checkpoint_opens_only_once_all_of_it_is_there_and_all_may_read_it(
+        tiny, tmp_path, monkeypatch):
+    moved, replace = [], os.replace
+
+    def killed_after(count):
+        def move(*paths):
+            if len(moved) == count:
+                raise KeyboardInterrupt
+            moved.append(replace(*paths))
+
+        return move
+
+    model, tokenizer = load_model(tiny()), byte_tokenizer()
+    for count in range(3):
+        moved.clear()
+        monkeypatch.setattr(os, "replace", killed_after(count))
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, model, tokenizer, None, ALONE)
+        assert not (tmp_path / "config.json").exists()
+    monkeypatch.undo()
+    save_checkpoint(tmp_path, model, tokenizer, None, ALONE)
+    modes = {path.stat().st_mode for path in tmp_path.iterdir() if path.is_file()}
+    assert len(modes) == 1

@@ -145,7 +145,8 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     assert "HIDDEN {problem_description}" in messages[0]["content"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     official = human_messages(task, DIALOGUE, "{dialogue_history} | {hidden_information}")
-    assert len(official) == 1 and "agent: what is it?" in official[0]["content"]
+    assert len(official) == 1
+    assert official[0]["content"].startswith(f"human: {DIALOGUE[0]['content']}\nagent: what is it?")
 
 
 @pytest.mark.parametrize("domain, text, content, answer", [
@@ -173,7 +174,7 @@ def test_the_whole_last_message_is_the_answer():
 def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_own(domain):
     task = {"domain": domain}
     assert "10 " in agent_prompt_of(task, None)
-    assert "3 " in agent_prompt_of(task, None, max_turns=3)
+    assert "2 " in agent_prompt_of(task, None, max_turns=2)
     once = agent_prompt_of(task, None, max_turns=1)
     assert "send one message" in once and "I WANT TO ANSWER:" in once
     for prompt in (once, agent_prompt_of(task, None)):
@@ -408,3 +409,37 @@ def test_a_turn_that_the_template_changes_later_is_quoted():
 def test_a_template_without_closed_turns_that_nest_is_refused(template, found):
     with pytest.raises(SystemExit, match=f"{found}.*expected"):
         encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))
+
+
+def test_a_leak_of_a_long_solution_that_repeats_itself_is_one_too():
+    task = {"ground_truth": "x = (1 + 2) * 3\n" * 30}
+    history = dialogue("write f", "what is it?", f"It is: {task['ground_truth']}")
+    assert leak_share(task, history) == 1.0
+
+
+def test_another_solution_to_the_same_request_is_another_task():
+    one, other = (complete_task(TASK | {"ground_truth": code})["task_id"] for code in ("x", "y"))
+    assert one != other and one == complete_task(TASK | {"ground_truth": "x"})["task_id"]
+
+
+def test_samples_of_a_task_are_numbered_on_from_file_to_file(tmp_path):
+    rows = [{"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": reward}
+            for reward in (1.0, 0.5)]
+    files = [write(tmp_path / f"{name}.jsonl", *rows) for name in "abc"]
+    assert [row["sample"] for row in load_episodes(files)[0]] == list(range(6))
+
+
+def test_only_the_first_tasks_are_read_if_a_number_is_given(tmp_path):
+    path = write(tmp_path / "t.jsonl", TASK, TASK, TASK)
+    assert [len(read_tasks(path, count)) for count in (1, 2, 3, 9, None)] == [1, 2, 3, 3, 3]
+
+
+def test_the_leak_of_an_official_dialogue_is_measured(tmp_path):
+    row = {"task": TASK, "dialogue_history": dialogue("p", "q", TASK["ground_truth"], "x"),
+           "answer": "x", "reward": 1.0}
+    assert read_episodes(write(tmp_path / "e.jsonl", row))[0]["leak"] == 1.0
+
+
+def test_what_is_said_stands_after_the_last_thoughts():
+    found = split_message({"domain": "backend"}, "<think>a</think>b</think>ask?", False)
+    assert found == ("ask?", None)

@@ -13,7 +13,7 @@ from conftest import dialogue, write_rows
 import evaluate
 from formats.policies import read_policies
 from formats.read import load_episodes
-from formats.verdict import policy_table
+from formats.verdict import pair_table, policy_table
 
 
 def draws(runs, tasks, count=2000):
@@ -518,3 +518,129 @@ def test_same_seed_gives_the_same_bytes_and_md_holds_what_is_printed(tmp_path, c
                         for name in ("results.json", "results.md")])
     assert written[0] == written[1]
     assert capsys.readouterr().out.endswith(written[0][1])
+
+
+def test_tasks_whose_equal_share_no_float_holds_have_wilsons_interval_too():
+    number = evaluate.interval(numpy.full((1, 7), 1 / 3), *draws(1, 7), evaluate.SHARE)
+    assert [number["low"], number["high"]] == pytest.approx([0.2152, 0.5696], abs=1e-4)
+
+
+def test_a_task_that_one_seed_did_not_finish_is_no_task_of_the_comparison():
+    partly, whole = numpy.array([[1.0, math.nan, 1.0], [1.0, 1.0, 0.5]]), numpy.zeros((1, 3))
+    seed_draws, task_draws = draws(2, 3)
+    once = numpy.ones((2000, 1))
+    found = evaluate.compare(partly, whole, seed_draws, once, task_draws)
+    assert (found["tasks"], found["difference"]["value"]) == (2, 0.875)
+    found = evaluate.compare(whole, partly, once, seed_draws, task_draws)
+    assert (found["tasks"], found["difference"]["value"]) == (2, -0.875)
+
+
+def test_wilsons_interval_counts_the_tasks_that_some_seed_has_finished():
+    values = numpy.array([[1.0, math.nan, 1.0], [1.0, 1.0, math.nan]])
+    number = evaluate.interval(values, *draws(2, 3), evaluate.SHARE)
+    assert number["low"] == pytest.approx(3 / (3 + evaluate.Z**2)) and number["high"] == 1.0
+
+
+def test_the_win_rate_of_tasks_that_are_all_won_has_wilsons_interval_of_a_share(tmp_path):
+    won = 9 / (9 + evaluate.Z**2)
+    (lead,) = evaluated(tmp_path, a=outcomes(9, 9), b=outcomes(0, 9))["leads"]
+    assert lead["win_rate"] == {"value": 1.0, "low": pytest.approx(won), "high": 1.0}
+    logs = {name: [episode(task, reward=reward, domain="logged") for task in range(9)]
+            for name, reward in (("a", 5.0), ("b", -5.0))}
+    (lead,) = evaluated(tmp_path, **logs)["leads"]
+    assert lead["win_rate"]["low"] == pytest.approx(won)
+
+
+def test_policies_that_solve_nothing_tie_on_every_task(tmp_path):
+    (lead,) = evaluated(tmp_path, a=outcomes(0, 4), b=outcomes(0, 4))["leads"]
+    assert (lead["wins"], lead["losses"], lead["win_rate"]["value"]) == (0, 0, 0.5)
+
+
+def test_the_seeds_of_two_policies_are_drawn_independently(tmp_path):
+    files = [*seeds(tmp_path, "a", 20, 0, 20), *seeds(tmp_path, "b", 20, 0, 20)]
+    (lead,) = evaluated(tmp_path, *files)["leads"]
+    assert (lead["difference"]["low"], lead["difference"]["high"]) == (-1.0, 1.0)
+
+
+def test_a_task_that_its_solution_fails_is_counted_whichever_policy_shows_it(tmp_path):
+    unsolvable = episode(0, reward=0.0, reasons={"test1": "solution failed"})
+    results = evaluated(tmp_path, p=[failed(0, "gone"), episode(1)], q=[unsolvable, episode(1)])
+    assert results["unsolvable"] == 1
+
+
+def test_a_draw_in_which_no_task_has_a_value_is_no_draw_of_zeros():
+    number = evaluate.interval(numpy.array([[0.8, 0.8, math.nan]]), *draws(1, 3))
+    assert number == {"value": 0.8, "low": 0.8, "high": 0.8}
+
+
+def test_the_mean_weighs_every_value_alike_however_many_a_seed_lacks():
+    values = numpy.array([[1.0, 0.0, math.nan, 0.5], [1.0, math.nan, math.nan, 1.0]])
+    assert evaluate.interval(values, *draws(2, 4))["value"] == pytest.approx(3.5 / 5)
+
+
+@pytest.mark.parametrize("limit, told", [(5, True), (10, False), (1, False)])
+def test_other_numbers_of_turns_are_told_unless_one_policy_may_not_ask(
+        tmp_path, capsys, limit, told):
+    evaluated(tmp_path, a=outcomes(3, 4, max_turns=10), b=outcomes(2, 4, max_turns=limit))
+    words = f"different numbers of turns (--max_turns: a 10, b {limit}), so"
+    assert (words in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("solved, told", [((1, 2), True), ((1, 2, 3), False)])
+def test_fewer_than_three_seeds_are_called_few(tmp_path, capsys, solved, told):
+    evaluated(tmp_path, *seeds(tmp_path, "a", 4, *solved), *seeds(tmp_path, "b", 4, 0, 1, 2))
+    assert ("With fewer than three seeds of a policy" in capsys.readouterr().out) == told
+
+
+def test_policies_that_answer_half_of_the_time_are_not_said_to_be_silent(tmp_path, capsys):
+    rows = [episode(task, reward=0.0, dialogue_history=dialogue("p", text))
+            for task, text in enumerate(["What?", "I WANT TO ANSWER: x"])]
+    evaluated(tmp_path, p=rows, q=rows)
+    assert "without an answer" not in capsys.readouterr().out
+
+
+def test_policies_that_are_level_with_the_best_are_named(tmp_path, capsys):
+    evaluated(tmp_path, a=outcomes(3, 4), b=outcomes(3, 4), c=outcomes(3, 4))
+    assert "a is level with c.\n" in capsys.readouterr().out
+
+
+def test_the_tables_name_their_columns_put_the_main_number_first_and_count_ties(tmp_path):
+    solved = {"a": (1, 0, 1, 0), "b": (0, 1, 1, 0), "c": (0, 0, 0, 0)}
+    results = evaluated(tmp_path, **{name: [episode(task, reward=float(reward))
+                                            for task, reward in enumerate(rewards)]
+                                     for name, rewards in solved.items()})
+    assert policy_table(results)[0] == ["Policy", "Tasks", "Episodes", "Success %",
+                                        "Tests passed %", "Turns", "Agent words", "No answer %"]
+    _, b, c, *rest = pair_table(results)
+    assert (b[0], b[1], b[4]) == ("b − a", "Success %", "1 / 1 / 2")
+    assert (c[0], c[1], c[4]) == ("c − a", "Success %", "0 / 2 / 2")
+    assert [row[1] for row in rest] == ["Tests passed %"] * 2
+
+
+def test_other_instructions_of_a_policy_that_may_not_ask_are_no_reason(tmp_path, capsys):
+    evaluated(tmp_path, a=outcomes(3, 4, agent_prompt="Ask.", max_turns=10),
+              b=outcomes(2, 4, agent_prompt="Answer.", max_turns=1))
+    assert "instructions" not in capsys.readouterr().out
+
+
+def test_the_number_of_turns_is_that_of_the_episodes_that_tell_it(tmp_path):
+    rows = [episode(0, max_turns=9), episode(1)]
+    assert evaluated(tmp_path, p=rows)["policies"]["p"]["max_turns"] == 9
+
+
+def test_a_judge_of_a_later_seed_is_named_too(tmp_path, capsys):
+    files = [f"{name}=" + str(write_rows(tmp_path / f"{name}{judge}.jsonl",
+                                         outcomes(2, 4, judge=f"--judge {judge}")))
+             for name, judge in (("a", "fixed"), ("a", "official"), ("b", "fixed"))]
+    evaluated(tmp_path, *files)
+    assert "(a --judge fixed or --judge official, b --judge fixed)" in capsys.readouterr().out
+
+
+def test_a_success_without_the_marker_is_an_answer(tmp_path):
+    assert numbers_of(tmp_path, rows=[episode(0, reward=1.0)])["no_answer"]["value"] == 0.0
+
+
+def test_a_question_is_no_answer_also_where_the_solution_fails_the_first_test(tmp_path):
+    reasons = {"test1": "solution failed", "test2": "no answer"}
+    rows = [episode(0, reward=0.0, reasons=reasons)]
+    assert numbers_of(tmp_path, rows=rows)["no_answer"]["value"] == 1.0

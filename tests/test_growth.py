@@ -41,6 +41,7 @@ MOVED = {"human": "http://two:8000/v1"}
 
 @pytest.mark.parametrize("before, now, differing, grows", [
     ({}, {"loss": "x"}, ["loss (a new flag)"], False),
+    ({"num_tasks": 2}, {"num_tasks": 2}, [], False),
     ({"num_tasks": 2}, {"num_tasks": 3}, [], True),
     ({"num_tasks": 3}, {"num_tasks": 2}, ["num_tasks"], False),
     ({"num_tasks": 5}, {"num_tasks": None}, [], True),  # no limit is more than any number
@@ -154,3 +155,13 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     claim_output(record, {"seed": 0}, [], Process(0, 1, "cpu"), ())
     assert record.is_file()
     assert f"{tmp_path}: this file system has no locks" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_leaves_no_checkpoint_of_fewer_steps(tiny, tmp_path):
+    command = training(write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "cut")
+    run_script("train_policy.py", *command, "--max_steps", 1)
+    ending = ("import os, train_policy\n"
+              "train_policy.learning_rate = lambda *_: os._exit(0)\n"
+              "train_policy.main(train_policy.parse_args())")
+    run_python("-c", ending, *command, "--max_steps", 2)  # ends within its first step
+    assert not (tmp_path / "cut/config.json").exists()

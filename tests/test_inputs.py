@@ -28,6 +28,7 @@ import train_critic
 import train_policy
 from formats.read import complete_task, load_episodes, read_candidates, read_episodes, read_tasks
 from runtime import checkpoints
+from runtime.files import write_atomically, write_new
 from runtime.flags import COST_FLAGS
 from runtime.models import load_model, load_tokenizer, refuse_untrainable
 from runtime.processes import Process
@@ -574,3 +575,24 @@ def test_a_full_disk_stops_training_with_a_sentence_and_it_resumes(
     run_script("train_policy.py", *elsewhere)
     whole = tmp_path / "whole/model.safetensors"
     assert (folder / "model.safetensors").read_bytes() == whole.read_bytes()
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays_as_it_was(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text("old")
+
+    def parts():
+        yield "new"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, parts())
+    assert [file.name for file in tmp_path.iterdir()] == [path.name] and path.read_text() == "old"
+
+
+@pytest.mark.parametrize("there, new", [(2, 3), (3, 2), (0, 1)])
+def test_rows_that_begin_like_a_file_do_not_replace_it(tmp_path, there, new):
+    path = write_rows(tmp_path / "rows.jsonl", [{"row": index} for index in range(there)])
+    with pytest.raises(SystemExit, match="found something else than what this command writes"):
+        write_new(path, [{"row": index} for index in range(new)])
+    assert len(path.read_text().splitlines()) == there

@@ -130,9 +130,12 @@ def test_a_value_without_equality_or_too_large_is_not_comparable():
     for _ in range(100):
         deep = [deep]
     endless.append(endless)
+    shared = "x"  # written out, 2 ** 22 times
+    for _ in range(22):
+        shared = {0: shared, 1: shared}
     huge = list(range(400_000))
     plain = (float("nan"), object(), len, iter([1]), {1: [float("nan")]})
-    for value in (*plain, deep, endless, huge):
+    for value in (*plain, deep, endless, shared, huge):
         assert describe(value) == "incomparable"
     assert reason_of("incomparable", "incomparable") == "wrong"
 
@@ -699,3 +702,41 @@ def test_a_job_that_was_suspended_times_no_answer_out():
         for pid in suspended:
             os.kill(pid, signal.SIGCONT)
         assert process.stdout.read() == "1.0\n"
+
+
+def test_an_array_of_one_value_is_comparable_in_the_official_profile_too():
+    import numpy
+
+    described = describe(numpy.array([2]), official=True)
+    assert described == describe(numpy.array([2.0]), official=True) != "incomparable"
+
+
+@pytest.mark.parametrize("kind", ["ip_address", "ip_network"])
+def test_addresses_are_values(kind):
+    import ipaddress
+
+    values = [getattr(ipaddress, kind)(text) for text in ("10.0.0.1", "10.0.0.2", "10.0.0.1")]
+    one, other, same = map(describe, values)
+    assert one == same != other and is_value(one)
+
+
+def test_sets_have_one_order_in_all_workers():
+    found = []
+    for _ in range(2):
+        with Judge(1) as alone:
+            found += alone.outcomes("", ["str(set('abcdefghijkl'))"], "fixed", 1.0)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("word", ["import os", "from os", "import sys", "from sys", "sudo",
+                                  "transformers", "exit(", "quit(", "argparse"])
+def test_the_official_profile_takes_no_code_with_a_word_that_it_bans(word):
+    code = f"def f(n):\n    return {word!r}"
+    assert extract_code(code, "official") == "" and extract_code(code) == code
+
+
+@pytest.mark.parametrize("call", ["random.random()", "random.gauss(0, 1)", "numpy.random.rand()"])
+def test_every_test_begins_with_the_same_random_numbers(judge, call):
+    pytest.importorskip("numpy")
+    first, second = judge.outcomes("import numpy, random", [call, call], "fixed", 1.0)
+    assert first == second and is_value(first)

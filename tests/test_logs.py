@@ -369,3 +369,46 @@ def test_a_message_that_the_template_cannot_render_is_named_with_the_template_s_
     with pytest.raises(SystemExit, match="'order 12 is lost', of the roles user, assistant, tool "
                        ".no tools.; expected"):
         encode_dialogue(tokenizer, messages, generation_prompt=True)
+
+
+def test_episodes_of_a_log_do_not_begin_with_the_agent(tmp_path):
+    (first,), _ = imported(tmp_path, log_line())
+    first["dialogue_history"] = first["dialogue_history"][1:]
+    with pytest.raises(SystemExit, match="dialogue_history.0. of role 'assistant', expected"):
+        read_episodes(write_rows(tmp_path / "episodes.jsonl", [first]))
+
+
+def test_what_the_human_says_after_the_answer_makes_it_no_question(tmp_path):
+    line = official_line("def f(x) return x")
+    line["dialogue_history"].append({"role": "user", "content": "Thank you."})
+    (episode,), _ = imported(tmp_path, line)
+    assert set(episode["reasons"].values()) == {"raised SyntaxError"}
+
+
+def test_more_answers_than_are_graded_at_once_are_all_graded(tmp_path):
+    episodes, said = imported(tmp_path, *[official_line("def f(x): return 2 * x")] * 66)
+    assert "were graded: 66" in said and all(episode["success"] for episode in episodes)
+
+
+def test_a_ground_truth_that_some_dialogues_lack_does_not_differ(tmp_path):
+    _, said = imported(tmp_path, log_line(task="a", ground_truth="x"), log_line(task="a", reward=0))
+    assert "Dialogues without ground_truth: 1 of 2" in said and "differ in ground_truth" not in said
+
+
+def test_a_log_has_no_leak_whatever_its_user_says(tmp_path):
+    messages = dialogue("hi", "which?", "known only afterwards", "so")
+    (episode,), _ = imported(tmp_path, log_line(
+        messages=messages, ground_truth="known only afterwards"))
+    assert episode["leak"] == 0.0
+
+
+def test_a_dialogue_that_an_error_stopped_has_no_reward_to_compare(tmp_path):
+    graded = official_line("x") | {"reward": 0.25}
+    _, said = imported(tmp_path, graded, official_line("x") | {"error": "server gone"})
+    assert "0 of them with different rewards; rewards from 0.25 to 0.25" in said
+    assert "Episodes that an error has stopped, which no stage uses: 1" in said
+
+
+def test_a_reward_of_0_is_a_reward(tmp_path):
+    (episode,), said = imported(tmp_path, official_line("def f(x): return 2 * x") | {"reward": 0.0})
+    assert episode["reward"] == 0.0 and "were graded" not in said

@@ -210,3 +210,28 @@ def test_only_matrices_are_trained_and_in_fp32():
     model = add_matrices(tiny_model(byte_tokenizer()), **SETTINGS)
     assert len(trained_parameters(model)) == 2 * 7 * 2  # of seven layers in each of two blocks
     assert all(parameter.dtype == torch.float32 for parameter in trained_parameters(model))
+
+
+def test_a_layer_adds_alpha_over_rank_times_its_matrices():
+    base = torch.nn.Linear(3, 2)
+    layer = LoraLinear(base, rank=4, alpha=8)
+    layer.up.data.normal_()
+    x = torch.ones(1, 3)
+    expected = base(x) + 8 / 4 * x @ (layer.up @ layer.down).T
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_alpha_is_twice_the_rank_by_default(trained, tiny, tmp_path):
+    run_script("train_critic.py", *lora(trained / "episodes.jsonl", tiny(), tmp_path / "critic",
+                                        "--lora_alpha", 8))
+    assert not differing_weights(trained / "critic", tmp_path / "critic")
+
+
+def test_another_seed_begins_with_other_matrices(tiny, tmp_path):
+    episodes, found = write_episodes(tmp_path / "e.jsonl"), []
+    for seed in (0, 1):
+        run_script("train_critic.py", *lora(episodes, tiny(), tmp_path / f"{seed}", "--lr", 0,
+                                            "--max_steps", 1, "--seed", seed))
+        matrices = load_file(tmp_path / f"{seed}" / MATRICES)
+        found.append(matrices["model.layers.0.mlp.up_proj.down"])
+    assert not torch.equal(*found)

@@ -24,8 +24,8 @@ def candidate_rows(request, texts):
 
 
 def random_rows(seed):
-    """Candidates of several states, dialogues, rows that come twice, one without a turn and
-    one without a prompt, whose first token nothing predicts."""
+    """Candidates of several states, dialogues, rows that come twice, one without a turn, one
+    without a prompt, whose first token nothing predicts, and one of its ids with other turns."""
     draw = random.Random(seed)
 
     def text():
@@ -36,7 +36,7 @@ def random_rows(seed):
         rows += candidate_rows(text(), [text() for _ in range(draw.randint(1, 5))])
     for _ in range(draw.randint(0, 2)):
         rows.append(Row(*encode_dialogue(TOKENIZER, dialogue(*(text() for _ in range(6))))))
-    rows += [Row([1, 2, 3], [-1, -1, -1]), Row([3, 2, 1], [0, 0, 1])]
+    rows += [Row([1, 2, 3], [-1, -1, -1]), Row([3, 2, 1], [0, 0, 1]), Row([3, 2, 1], [-1, 0, 0])]
     rows += draw.choices(rows, k=3)
     draw.shuffle(rows)
     return rows

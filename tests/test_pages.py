@@ -1,6 +1,7 @@
 """Pages as tasks and answers: extraction, WebSight, similarities, the human's view."""
 
 import base64
+import io
 import json
 import random
 import re
@@ -9,7 +10,8 @@ import time
 import types
 
 import pytest
-from conftest import LINK, PAGE, dialogue, read_rows, write_rows
+from conftest import LINK, PAGE, dialogue, png, read_rows, write_rows
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from colbench import DOMAINS, human_page_view
@@ -217,3 +219,26 @@ def test_human_is_told_which_page_there_is_no_picture_of(browser):
         (message,) = human_page_view(task, dialogue("a page", too_long), "{message}", judge)
     texts = [part["text"] for part in parts_of(message, "text")]
     assert texts[:2] == ["[the page below]", "The designer's page cannot be drawn."]
+
+
+def striped(rows):
+    """A screenshot of so many rows of cells, each half black and half white."""
+    picture = Image.new("RGB", (1280, 20 * rows), "white")
+    for row in range(rows):
+        picture.paste("black", (0, 20 * row, 1280, 20 * row + 10))
+    stored = io.BytesIO()
+    picture.save(stored, "PNG")
+    return stored.getvalue()
+
+
+def test_the_embedded_similarity_is_the_mean_of_layout_detail_and_colour():
+    assert embedded_similarity(png("red"), png("red")) == 1.0  # without any contrast
+    # another colour everywhere, as little contrast, no colour in common
+    assert embedded_similarity(png("red"), png("black")) == pytest.approx(1 / 3)
+    # a page of twice the height: half of the layout, half of the contrast, the same colours
+    assert embedded_similarity(striped(10), striped(20)) == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_half_the_greatest_difference_of_a_colour_is_none_of_the_layout():
+    # grey against black: 128 / 255 apart, so the layout is 0; as little contrast; another colour
+    assert embedded_similarity(png("#808080"), png("black")) == pytest.approx(1 / 3, abs=1e-3)

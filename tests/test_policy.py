@@ -44,6 +44,7 @@ def test_halves_pairs_one_of_the_better_with_one_of_the_worse_half():
     assert {ADVANTAGES[b] for _, b in pairs} == {0.4, 0.3, 0.2, 0.1}
     assert len(pairs) == len(set(pairs)) == 16
     assert len(make_pairs(TEXTS, ADVANTAGES, "halves", 4, random.Random(0))) == 4
+    assert make_pairs("abc", [3, 2, 1], "halves", 9, random.Random(0)) == [(0, 2)]
 
 
 def test_a_text_that_came_up_often_is_in_as_many_pairs():
@@ -337,3 +338,26 @@ def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     texts = [TOKENIZER.decode(row.ids) for pairs in groups for pair in pairs for row in pair]
     assert len(texts) > 50
     assert not any(episodes[0]["task"]["ground_truth"] in text for text in texts)
+
+
+def test_a_state_that_was_too_long_for_one_ranker_can_be_ranked_by_another(tmp_path):
+    unranked = ranked_state({"a": 1.0, "b": -1.0}) | {"advantages": None}
+    states, omitted = read_candidates(write_rows(tmp_path / "ranked.jsonl", [unranked]))
+    assert len(states) == 1 and omitted == 0
+
+
+def test_another_seed_draws_other_pairs_of_a_state():
+    state = ranked_state(dict(zip(TEXTS, ADVANTAGES, strict=True)))
+    drawn = [train_policy.state_pairs(state, "halves", 4, seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("data", ["--candidates", "--episodes"])
+def test_the_instructions_of_the_data_are_saved_with_the_policy(files, tiny, tmp_path, data):
+    rows = [episode("t", reward, sample, agent_prompt="Ask.")
+            for sample, reward in enumerate((1.0, 0.0))]
+    path = files / "ranked.jsonl"
+    if data == "--episodes":
+        path = write_rows(tmp_path / "e.jsonl", rows)
+    run_script("train_policy.py", data, path, "--model", tiny(), *flags(tmp_path / "out"))
+    assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"

@@ -211,3 +211,19 @@ def test_a_mix_of_models_waits_and_failures_gives_every_job_its_own_answers(seed
     assert len(first.threads | second.threads) == 1
     assert all(len(batch) <= size for batch in first.batches + second.batches)
     assert not threads_left(before)
+
+
+def test_what_most_jobs_ask_is_computed_first():
+    order = []
+
+    def few(numbers):
+        order.append("few")
+        return numbers
+
+    def many(numbers):
+        order.append("many")
+        return numbers
+
+    assert results(lambda number: gather(many if number else few, number), range(5), 5) == [
+        0, 1, 2, 3, 4]
+    assert order == ["many", "few"]

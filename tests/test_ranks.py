@@ -10,8 +10,8 @@ from conftest import (
     ROOT, byte_tokenizer, changed_trainer, metrics, read_rows, run_script, tiny_model, training,
     write_episodes)
 
-from runtime.checkpoints import wait_for_files
-from runtime.models import open_to_train, shard
+from runtime.checkpoints import read_state, wait_for_files
+from runtime.models import open_to_train, remove_noise, shard
 from runtime.processes import Process, join_processes
 from runtime.training import Run
 
@@ -215,3 +215,27 @@ def test_ranks_that_hold_other_data_stop_and_are_named(tiny, tmp_path):
     done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
                       check=False)
     assert done.returncode != 0 and "on the ranks [1] than on rank 0" in done.stderr
+
+
+def test_nothing_random_is_left_in_a_model_that_is_trained():
+    model = tiny_model(byte_tokenizer())
+    for layer in model.get_decoder().layers:
+        layer.self_attn.attention_dropout = layer.mlp.router_jitter_noise = 0.5
+    model.dropout = torch.nn.Dropout(0.5)
+    remove_noise(model.train())
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert model.dropout.p == model.model.layers[0].mlp.router_jitter_noise == 0.0
+
+
+def test_scoring_is_without_gradients_and_leaves_the_model_in_training():
+    model = tiny_model(byte_tokenizer()).train()  # recomputation of layers is off outside of it
+    with Run.scoring(None, model):
+        assert not model.training and not model(torch.arange(9)[None]).logits.requires_grad
+    assert model.training and all(module.training for module in model.modules())
+
+
+def test_a_state_of_more_processes_is_refused(tmp_path):
+    torch.save({"step": 1, "world": 2}, tmp_path / "rank0.pt")
+    with pytest.raises(SystemExit, match="found the state of a run of 1 processes, expected 1"):
+        read_state(tmp_path, ALONE)

@@ -11,14 +11,17 @@ import zlib
 import conftest
 import pytest
 import torch
-from conftest import dialogue, png, ranked_state, read_rows, run_script, write_rows
+from conftest import (
+    dialogue, png, ranked_state, read_rows, run_script, write_episodes, write_rows)
 
 from formats.read import complete_episode
 from judge.browser import CHROMIUM_FLAGS, DevTools
 from report import __main__ as command
 from report import charts, page
-from report.training import method_among, read_training
+from report.training import held_out_tasks, method_among, read_training
+from runtime.record import file_hash
 from toy.world import toy_tasks
+from train_critic import split_tasks
 from train_policy import state_pairs
 
 HOSTILE = (
@@ -716,3 +719,28 @@ def test_candidates_that_give_no_pair_leave_no_file(tmp_path):
     with pytest.raises(SystemExit, match="found no pair with --pairing halves, expected"):
         make_report("pairs", path, "--output", tmp_path / "pairs.jsonl")
     assert not (tmp_path / "pairs.jsonl").exists()
+
+
+def test_a_leak_of_half_of_the_solution_is_one_as_in_the_tables():
+    rows = [complete_episode(episode(0) | {"leak": leak}) for leak in (0.499, 0.5)]
+    assert [page.episode_record("p", 0, row)["leaking"] for row in rows] == [False, True]
+
+
+def test_a_smoothed_point_is_the_mean_of_the_steps_around_it():
+    points, window = charts.smoothed([(step, step ** 2) for step in range(40)])
+    assert window == 3 and points[0] == (0, 0.5) and points[-1] == (39, (38 ** 2 + 39 ** 2) / 2)
+    assert points[20] == (20, pytest.approx((19 ** 2 + 20 ** 2 + 21 ** 2) / 3))
+    assert charts.smoothed([(step, step) for step in range(9)])[1] == 1
+
+
+def test_held_out_tasks_are_those_of_all_files_and_none_if_one_has_changed(tmp_path):
+    rows = read_rows(write_episodes(tmp_path / "all.jsonl", tasks=20, samples=1))
+    files = [str(write_rows(tmp_path / f"{index}.jsonl", rows[10 * index:10 * index + 10]))
+             for index in range(2)]
+    record = {"flags": {"episodes": files, "holdout": 0.2, "seed": 0},
+              "inputs": {name: file_hash(name) for name in files}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    ids = [row["task"]["task_id"] for row in rows]
+    assert held_out_tasks(tmp_path) == set(split_tasks(ids, 0.2, 0)[1])
+    write_rows(tmp_path / "1.jsonl", rows[:1])
+    assert held_out_tasks(tmp_path) == set()

@@ -20,6 +20,7 @@ from judge.sandbox import ANSWER_MARKER
 from runtime.files import ResumableJsonl
 from runtime.processes import Process
 from speakers import roles
+from speakers.interface import SpeakerError
 
 ALONE = Process(0, 1, "cpu")
 
@@ -34,6 +35,22 @@ def test_a_dialogue_is_a_plain_call_that_needs_no_threads():
         TASKS[0]["problem_description"], "What about 0?", "Detail 2.", "What about 1?",
         "Detail 4.", f"{ANSWER_MARKER} x = 2"]
     assert (found["sample"], found["turns"], found["reward"], found["error"]) == (2, 3, 1.0, None)
+
+
+def test_a_marker_without_an_answer_ends_the_dialogue_too():
+    agent, human = Served(lambda request: ANSWER_MARKER), Served(human_line)
+    found = collect.play(TASKS[0], 0, agent, human, LenientJudge(), RULES)
+    assert (found["turns"], found["answer"]) == (1, "")
+
+
+def test_a_turn_that_failed_is_not_counted():
+    def said(request):
+        if len(request.messages) > 2:  # instructions, request, and a first turn with its reply
+            raise SpeakerError("gone")
+        return "What?"
+
+    found = collect.play(TASKS[0], 0, Served(said), Served(human_line), LenientJudge(), RULES)
+    assert (found["turns"], found["error"]) == (1, "agent: gone")
 
 
 @pytest.mark.parametrize("thoughts, error", [
@@ -408,3 +425,35 @@ def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_pa
     with pytest.raises(SystemExit, match=found):
         collect_now(*flags.format(**names).split(), "--output", tmp_path / "o")
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
+
+
+def test_a_share_of_few_tasks_is_one_task_and_no_order_of_the_files_changes_the_states():
+    episodes = [episode(f"task{index}", 0.0, texts=("t", *["q", "r"] * 8, "x"))
+                for index in range(6)]
+    few = collect.choose_states(episodes, 0.05, None, 0)
+    assert len({state["task"]["task_id"] for state in few}) == 1
+    drawn, again = ({(state["task"]["task_id"], state["turn"])
+                     for state in collect.choose_states(found, 0.5, 3, 0)}
+                    for found in (episodes, episodes[::-1]))
+    assert drawn == again and len(drawn) == 9
+    turns = {tuple(sorted(turn for found, turn in drawn if found == task)) for task, _ in drawn}
+    assert len(turns) > 1  # each task draws its own
+
+
+@pytest.mark.parametrize("party", ["agent", "human", "agent of states"])
+def test_a_party_that_was_trained_anew_resumes_no_output(tiny, toy_episodes, tmp_path, party):
+    model = tmp_path / "model"
+    shutil.copytree(tiny(), model)
+    flags = ["--tasks", "toy:backend:test", "--num_tasks", 1, "--samples_per_task", 1,
+             "--max_turns", 2, "--agent", "scripted"]
+    if party == "agent":
+        flags += ["--agent", model, "--max_new_tokens", 4]
+    elif party == "human":
+        flags += ["--human", model, "--human_max_new_tokens", 4]
+    else:
+        flags = ["--states", toy_episodes, "--states_fraction", 0.01, "--states_per_task", 1,
+                 "--num_candidates", 2, "--agent", model, "--max_new_tokens", 4]
+    for seed in (0, 1):
+        write_rows(model / "run.json", [{"flags": {"seed": seed}, "inputs": {}}])
+        done = run_script("collect.py", *flags, "--output", tmp_path / "out.jsonl", check=not seed)
+    assert "model/run.json (its content)" in done.stderr

@@ -688,3 +688,51 @@ def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
             speaker = load_speaker(server.url)
             assert f"HTTP 302: moved to {other.url}" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
         assert other.seen_keys == set()
+
+
+def test_a_server_that_answers_now_and_then_is_not_given_up():
+    def say(handler, body):
+        return "BAD" in body["messages"][0]["content"] and handler.reply(500, b"broken")
+
+    with running(echo, say=say) as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), retries=1, pause=0)
+        for _ in range(MAX_FAILURES_IN_A_ROW + 1):
+            error, good = (ask_all(speaker, [messages])[0]
+                           for messages in (dialogue("BAD"), CONVERSATIONS[0]))
+            assert isinstance(error, SpeakerError) and isinstance(good[0], Utterance)
+    assert speaker.given_up is None
+
+
+def test_what_a_server_has_not_implemented_is_asked_once(impatient):
+    with refusing(501) as server:
+        error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
+    assert "HTTP 501" in str(error) and server.calls == 1
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 529])
+def test_a_status_that_may_pass_is_asked_again(impatient, status):
+    with busy(1, status, "0") as server:
+        assert isinstance(ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0], Utterance)
+    assert server.calls == 2
+
+
+@pytest.mark.parametrize("reason, finished", [
+    ("stop", True), ("eos", True), (None, True), ("length", False)])
+def test_a_text_is_finished_unless_the_server_says_that_it_was_cut(reason, finished):
+    choice = {"message": {"content": "a"}, "finish_reason": reason}
+    assert utterances_of({"choices": [choice]}) == [Utterance("a", finished)]
+
+
+def test_a_server_that_gives_more_texts_than_were_asked_for_gives_no_more_than_those():
+    def say(handler, body):
+        choices = [{"message": {"content": f"text {index}"}} for index in range(5)]
+        return handler.reply(200, json.dumps({"choices": choices}).encode())
+
+    with running(echo, say=say) as server:
+        texts, = ask_all(load_speaker(server.url), CONVERSATIONS[:1], n=3)
+    assert [utterance.text for utterance in texts] == ["text 0", "text 1", "text 2"]
+
+
+def test_half_a_surrogate_pair_of_a_server_becomes_text_that_can_be_written():
+    utterance, = utterances_of({"choices": [{"message": {"content": "a \ud83d"}}]})
+    assert utterance.text == "a ?"

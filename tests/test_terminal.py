@@ -13,7 +13,7 @@ import colbench
 from judge import sandbox
 from runtime.processes import Process
 from runtime.training import Run
-from speakers.fill import hints
+from speakers.fill import Outcome, hints
 
 ALONE = Process(0, 1, None)
 
@@ -232,3 +232,8 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     sandbox.tell_once(status)
     assert capsys.readouterr().err == ""
+
+
+def test_the_mean_reward_of_episodes_counts_parts_of_rewards():
+    rows = [{"success": True, "reward": 1.0}, {"success": False, "reward": 0.5}, {"error": "x"}]
+    assert str(Outcome(rows)) == "success 0.500, reward 0.750, 1 failed"

@@ -18,9 +18,11 @@ from toy.backend import (
     DETAILS, NUM_OPTIONS, PHRASES, TOPICS, asked_about, backend_human, code_of, details_in,
     phrase_of)
 from toy.credit import (
-    KINDS, ToyCredit, credit_auc, credit_pairs, credits_of, halves_shares, main, toy_credit)
+    KINDS, ToyCredit, credit_auc, credit_pairs, credits_of, halves_shares, main, random_advantages,
+    toy_credit)
 from toy.world import SCRIPTED, World, toy_tasks
 from train_critic import SOLUTION_NOTE, dialogue_row
+from train_policy import state_pairs
 
 MAX_TURNS = 9  # of the recipes
 DEMONSTRATOR, INFORMED, GUESSING = (
@@ -355,3 +357,21 @@ def test_recited_dialogues_teach_what_the_human_says_and_no_question(tmp_path):
         assert [turn["content"] for turn in history if turn["role"] == "assistant"] == replies
         assert history[0]["content"].startswith(
             SOLUTION_NOTE.format(solution=one["task"]["ground_truth"]))
+
+
+def test_random_advantages_are_those_of_a_seed(tasks):
+    drawn = [random_advantages(state(tasks[0]), seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_shares_of_halves_are_those_of_the_pairs_that_the_policy_draws(tasks):
+    states = [state(task, lambda row: [-index for index in range(len(row["candidates"]))])
+              for task in tasks[:10]]
+    credits = credits_of(states)
+    right = equal = 0
+    for one, credit in zip(states, credits, strict=True):
+        for chosen, rejected in state_pairs(one, "halves", 4, 0):
+            right += credit[chosen].value > credit[rejected].value
+            equal += credit[chosen].value == credit[rejected].value
+    shares = halves_shares(states, credits)
+    assert (shares["halves/right"], shares["halves/equal"]) == (right / 40, equal / 40)

@@ -6,13 +6,16 @@ import math
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, differing_weights, metrics, read_rows, run_script, tiny_model,
-    training, write_episodes, write_rows)
-from transformers import AutoModelForCausalLM
+    byte_tokenizer, dialogue, differing_weights, episode, metrics, ranked_state, read_rows,
+    refusal, run_script, tiny_model, training, write_episodes, write_rows)
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from train_policy import Row
+from formats.read import load_episodes
+from runtime.models import load_model
+from train_policy import Row, dialogue_row, turn_logprobs
 from variants.sft import supervised_objective
-from variants.value_critic import value_loss
+from variants.value_critic import (
+    Reader, ValueCritic, turn_values, value_loss, value_objective)
 
 
 def test_the_supervised_loss_is_the_summed_log_prob_over_the_mean_length_of_all_dialogues():
@@ -75,3 +78,111 @@ def test_a_step_is_adamw_without_decay_on_the_clipped_gradient(tiny, tmp_path, s
                                        state["parameters"], gradients, strict=True):
         moved = logged["optim/lr"] * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(after, before.detach() - moved, rtol=0, atol=1e-6)
+
+
+def test_held_out_numbers_of_a_value_head_do_not_depend_on_the_batch(tiny, tmp_path):
+    episodes, found = write_episodes(tmp_path / "episodes.jsonl"), []
+    for size in (3, 4):
+        run_script("variants/value_critic.py", *training(
+            episodes, tiny(), tmp_path / f"{size}", "--holdout", 0.2, "--lr", 0, "--max_steps", 1,
+            "--batch_size", size))
+        line, = metrics(tmp_path / f"{size}")
+        found.append([line["holdout/loss"], line["holdout/accuracy"]])
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_the_instructions_of_demonstrations_are_saved_with_the_policy(tiny, tmp_path):
+    rows = [episode("t", 1.0, agent_prompt="Ask.")]
+    path = write_rows(tmp_path / "e.jsonl", rows)
+    run_script("variants/sft.py", *training(path, tiny(), tmp_path / "out"))
+    assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"
+
+
+def test_the_outcome_of_a_function_is_whether_it_passed_and_of_a_page_its_reward(tiny):
+    reader = Reader(tiny(), "none", 600)
+    rows = [reader.dialogue_row(episode("t", reward, domain=domain)) for reward, domain in (
+        (1.0, "backend"), (0.75, "backend"), (0.75, "frontend"))]
+    assert [row.outcome for row in rows] == [1.0, 0.0, 0.75]
+
+
+@pytest.mark.parametrize("bias", [-5.0, 0.0, 5.0])
+def test_a_pair_is_right_if_the_mean_value_of_the_better_dialogue_is_the_greater_one(tiny, bias):
+    model = load_model(tiny(), model_class=AutoModelForTokenClassification, num_labels=1).eval()
+    torch.nn.init.normal_(model.score.weight)
+    torch.nn.init.constant_(model.score.bias, bias)
+    reader = Reader(tiny(), "none", 600)
+    pair = [reader.dialogue_row(episode("t", reward, texts=texts))
+            for reward, texts in ((1.0, ("t", "q", "r", "x")), (0.0, ("t", "no")))]
+    means, losses = [], []
+    for row in pair:
+        values, exists = turn_values(model, [row])
+        logits = model(torch.tensor([row.ids])).logits[0, :, 0]
+        assert values[0, 0].item() == pytest.approx(
+            logits[:len(row.ids) - row.turn_index[::-1].index(0)].mean().item(), abs=1e-4)
+        means.append(values.mean().item())
+        losses.append(value_loss(values, torch.tensor([row.outcome]), exists).item())
+    for order in ([0, 1], [1, 0]):
+        found = value_objective(model, [tuple(pair[index] for index in order)])
+        assert found["accuracy"].item() == (means[order[0]] > means[order[1]])
+        assert found["loss"].item() == pytest.approx(sum(losses) / 2, rel=1e-4)
+
+
+def test_spaces_around_a_candidate_change_no_value(tiny, tmp_path):
+    run_script("variants/value_critic.py", *training(
+        write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "critic", "--max_steps", 1))
+    critic = ValueCritic(tmp_path / "critic", "cpu")
+    task = episode("t", 1.0)["task"]
+    bare, spaced = (critic.advantages(task, dialogue("t"), [text], [True])
+                    for text in ("what?", " what?\n"))
+    assert bare == spaced
+
+
+def test_a_critic_of_log_ratios_is_refused_before_anything_is_written(tiny, tmp_path):
+    run_script("train_critic.py", *training(
+        write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "critic", "--max_steps", 1))
+    state = ranked_state({"a": 0.0, "b": 0.0})
+    said = refusal("variants/value_critic.py", "--output", tmp_path / "critic", "--candidates",
+                   write_rows(tmp_path / "c.jsonl", [state]))
+    assert "found a critic of log-ratios, expected one with a value head" in said
+    assert not list((tmp_path / "critic").glob("ranked*"))
+
+
+def test_candidates_that_a_value_head_cannot_rank_are_refused_before_its_training(tiny, tmp_path):
+    state = ranked_state({"a": 0.0, "b": 0.0})
+    state["task"] |= {"task_id": "u", "domain": "logged", "ground_truth": ""}
+    said = refusal("variants/value_critic.py", *training(
+        write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "critic", "--candidates",
+        write_rows(tmp_path / "c.jsonl", [state])))
+    assert "task u: found no ground_truth" in said and not (tmp_path / "critic").exists()
+
+
+def test_more_steps_of_a_value_head_rank_again(tiny, tmp_path):
+    candidates = write_rows(tmp_path / "c.jsonl", [ranked_state({"what?": 0.0, "so": 0.0})])
+    for steps in (1, 2):
+        run_script("variants/value_critic.py", *training(
+            write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "critic", "--max_steps",
+            steps, "--candidates", candidates))
+        state, = read_rows(tmp_path / "critic/ranked.jsonl")
+        assert state["advantages"] == pytest.approx(ValueCritic(tmp_path / "critic").advantages(
+            *(state[key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
+
+
+def test_the_loss_of_a_batch_of_all_dialogues_is_the_mean_over_all_tokens_of_the_agent(
+        tiny, tmp_path):
+    path = write_episodes(tmp_path / "e.jsonl")
+    run_script("variants/sft.py", *training(path, tiny(), tmp_path / "out", "--batch_size", 99,
+                                            "--max_steps", 1))
+    model, tokenizer = load_model(tiny()), byte_tokenizer()
+    rows = [dialogue_row(tokenizer, one, 600) for one in load_episodes([path])[0]]
+    with torch.no_grad():
+        logprobs, tokens = turn_logprobs(model, rows)
+    line, = metrics(tmp_path / "out")
+    assert line["train/loss"] == pytest.approx((-logprobs.sum() / tokens.sum()).item(), rel=1e-4)
+
+
+def test_a_page_that_is_similar_enough_is_a_success_to_learn_from(tiny, tmp_path):
+    rows = [episode("t", reward, sample, domain="frontend")
+            for sample, reward in enumerate((0.95, 0.5))]
+    done = run_script("variants/sft.py", *training(
+        write_rows(tmp_path / "e.jsonl", rows), tiny(), tmp_path / "out", "--successes"))
+    assert "2 episodes (0 failed ones omitted): 1 to learn from" in done.stdout
