@@ -84,8 +84,13 @@ def refuse_blind(processor, path):
     file = io.BytesIO()
     Image.new("RGB", (64, 64)).save(file, "PNG")
     picture, text = image_part(file.getvalue()), {"type": "text", "text": "x"}
+    shown, alone = ([{"role": "user", "content": parts}] for parts in ([picture, text], [text]))
     try:
-        picture_inputs(processor, [[{"role": "user", "content": [picture, text]}]])
+        picture_inputs(processor, [shown])
+        rendered, without_it = (render(processor.tokenizer, local_images(messages))
+                                for messages in (shown, alone))
+        if rendered == without_it:  # transformers 5.20 raises no error of its own
+            raise ValueError("Found total 0 places for a picture")
     except (ValueError, TypeError, IndexError) as error:
         raise SystemExit(f"{path}: found a chat template that takes no pictures ({error}), expected"
                          " that of a vision-language model; put it into chat_template.jinja, or"
