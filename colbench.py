@@ -233,8 +233,8 @@ class Domain(typing.NamedTuple):
     """A kind of task. To add one, write an entry of DOMAINS; every stage takes it. A flag of its
     judge goes into `collect_parser` (collect.py), too.
 
-    The agent sees the task's `problem_description` and nothing else of it. The human's prompt may
-    hold any text field of the task as a {placeholder}.
+    The agent sees the task's `problem_description` and nothing else of it. The human's prompt must
+    hold {hidden_information}, except for pages, and may hold any other text field of the task.
     """
 
     agent_prompt: str  # may hold {max_turns}

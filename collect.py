@@ -43,6 +43,7 @@ the agent also sees its earlier plans, which stand before "OUTPUT:". docs/differ
 rest.
 """
 
+import itertools
 import random
 import typing
 
@@ -72,17 +73,18 @@ class Rules(typing.NamedTuple):
 def play(task, sample, agent, human, judge, rules):
     """One dialogue, from the request to the reward; returns the episode.
 
-    Sampling is seeded by task, sample and number of messages, so dialogues do not affect each
-    other. An error ends only this dialogue, and is noted in its episode.
+    Sampling is seeded by task, sample and call, so dialogues do not affect each other. An error
+    ends only this dialogue, and is noted in its episode.
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
     prompt = filled(rules.agent_prompt, {"max_turns": str(rules.max_turns)})
     answer, grade, error = None, None, None
     key = (task["task_id"], sample)
+    call_numbers = itertools.count(1)  # each call has a seed of its own
 
     def ask(speaker, messages):
-        seed = derive_seed(rules.seed, *key, len(history))
+        seed = derive_seed(rules.seed, *key, next(call_numbers))
         # agent and human models read the messages alone; `task` is for scripts and the critic of
         # best of N, and `key` lets a model keep its cache
         return speaker.reply(Request(messages, n=1, seed=seed, task=task, key=key))[0]

@@ -35,7 +35,7 @@ def read_policies(specs):
 
 
 def shared_tasks(policies):
-    """(task ids in order of appearance, their domain, how many their own solution fails).
+    """(task ids in order of appearance, their domain, number of tasks that their solution fails).
 
     Every seed must have the same tasks.
     """

@@ -97,7 +97,7 @@ def policy_clause(facts, file, starts):
 
 
 def annotate(policies, critic, held_out):
-    """Add advantages, true credit in the toy, and screenshots of pages to the episodes.
+    """Add true credit in the toy and, where the page has room, advantages and pictures of pages.
 
     held_out: ids of tasks that the critic was not trained on.
     """
@@ -112,8 +112,10 @@ def annotate(policies, critic, held_out):
             if not isinstance(episode.get(key), str):
                 episode[key] = None
     episodes = [episode for episode in every if not episode["error"]]
-    on_page = [episode for episode in shown(every) if not episode["error"]]
+    on_page = [episode for episode in with_room(every) if not episode["error"]]
     if critic:
+        for episode in episodes:
+            episode["advantages"] = None  # the shades have one scale, so all are the critic's
         add_advantages(critic, on_page)
     for episode in episodes:
         episode["held_out"] = episode["task"]["task_id"] in held_out
@@ -124,7 +126,7 @@ def annotate(policies, critic, held_out):
             add_screenshots(on_page, browser)
 
 
-def shown(episodes):
+def with_room(episodes):
     """The episodes that the page has room for, task by task as it shows them, and a few more."""
     packer, size = zlib.compressobj(), 0
     for group in group_by_task(episodes).values():

@@ -179,13 +179,14 @@ def test_critics_of_either_kind_choose_and_episodes_note_it(tiny, toy_episodes, 
     assert list(map(said, one)) != list(map(said, three))
 
 
+# 0 and 5 name no candidate, so the first is taken; a sign is not read
 @pytest.mark.parametrize("said, index", [("1", 0), ("4", 3), ("0", 0), ("5", 0), ("-2", 1)])
 def test_the_number_that_a_grader_says_counts_from_1_to_the_last_candidate(said, index):
     candidates = [Utterance(text, True) for text in "abcd"]
     assert GraderChoice(Served(lambda request: said)).best(REQUEST, candidates) == index
 
 
-def test_a_critic_that_was_trained_anew_chooses_no_rest_of_an_output(tiny, toy_episodes, tmp_path):
+def test_no_output_is_continued_with_a_critic_that_was_trained_anew(tiny, toy_episodes, tmp_path):
     critic = tmp_path / "critic"
     run_script("train_critic.py", "--episodes", toy_episodes, "--model", tiny(), "--output", critic,
                "--max_steps", 1)

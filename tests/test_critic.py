@@ -605,7 +605,7 @@ def test_beta_scales_the_margin_and_the_loss_of_the_margin():
     rows = rows_of(tokenizer, dialogue("t", "ab"), dialogue("t", "cd"))
     model = tiny_model(tokenizer)
     logprobs, _ = turn_logprobs(model, rows)
-    rows[0].reference, rows[1].reference = logprobs[0] - 1, logprobs[1] + 1
+    rows[0].reference, rows[1].reference = logprobs[0] - 1, logprobs[1] + 1  # log-ratios 1 and -1
     found = critic_objective(model, [tuple(rows)], 0.5, 0.0, "none")
     assert found["margin"].item() == pytest.approx(1.0, abs=1e-4)
     assert found["loss"].item() == pytest.approx(math.log1p(math.exp(-1.0)), abs=1e-4)
@@ -651,7 +651,7 @@ def test_a_ranking_in_another_dtype_is_another_ranking(trained, tmp_path):
     assert "differs in dtype (it was bfloat16)" in said
 
 
-def test_a_checkpoint_opens_only_once_all_of_it_is_there_and_all_may_read_it(
+def test_a_checkpoint_opens_once_all_of_it_is_there_and_its_files_have_equal_permissions(
         tiny, tmp_path, monkeypatch):
     moved, replace = [], os.replace
 

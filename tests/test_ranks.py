@@ -229,13 +229,14 @@ def test_nothing_random_is_left_in_a_model_that_is_trained():
 
 
 def test_scoring_is_without_gradients_and_leaves_the_model_in_training():
-    model = tiny_model(byte_tokenizer()).train()  # recomputation of layers is off outside of it
+    model = tiny_model(byte_tokenizer()).train()  # layers are recomputed in training mode only
     with Run.scoring(None, model):
         assert not model.training and not model(torch.arange(9)[None]).logits.requires_grad
     assert model.training and all(module.training for module in model.modules())
 
 
 def test_a_state_of_more_processes_is_refused(tmp_path):
-    torch.save({"step": 1, "world": 2}, tmp_path / "rank0.pt")
-    with pytest.raises(SystemExit, match="found the state of a run of 1 processes, expected 1"):
+    for rank in range(2):
+        torch.save({"step": 1, "world": 2}, tmp_path / f"rank{rank}.pt")
+    with pytest.raises(SystemExit, match="a run of 2 processes, expected 1"):
         read_state(tmp_path, ALONE)

@@ -569,7 +569,7 @@ def test_no_more_pages_are_drawn_than_the_file_can_hold(monkeypatch):
 
 def test_the_critic_reads_all_dialogues_that_the_file_can_hold_and_not_many_more(monkeypatch):
     draw, read = random.Random(0), []
-    run = [complete_episode(episode(task, text=draw.randbytes(1000).hex()))
+    run = [complete_episode(episode(task, text=draw.randbytes(1000).hex(), advantages=[9.0, 9.0]))
            for task in range(200)]
 
     class Reading:
@@ -583,6 +583,7 @@ def test_the_critic_reads_all_dialogues_that_the_file_can_hold_and_not_many_more
     monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
     page.annotate({"p": [run]}, Reading(), ())
     held, _ = unpacked({"p": [run]}, page.PAGE_BYTES)
+    assert held["scale"] == 1.0  # not that of the file's own advantages
     held = [record for task in held["tasks"] for record in task["episodes"]]
     assert all(record["advantages"] == [1.0, 1.0] for record in held)
     assert 0 < len(held) <= len(read) < 2 * len(held) < 200

@@ -435,13 +435,14 @@ def test_a_share_of_few_tasks_is_one_task_and_no_order_of_the_files_changes_the_
     drawn, again = ({(state["task"]["task_id"], state["turn"])
                      for state in collect.choose_states(found, 0.5, 3, 0)}
                     for found in (episodes, episodes[::-1]))
-    assert drawn == again and len(drawn) == 9
+    assert drawn == again and len(drawn) == 9  # three states of each of three tasks
     turns = {tuple(sorted(turn for found, turn in drawn if found == task)) for task, _ in drawn}
     assert len(turns) > 1  # each task draws its own
 
 
 @pytest.mark.parametrize("party", ["agent", "human", "agent of states"])
-def test_a_party_that_was_trained_anew_resumes_no_output(tiny, toy_episodes, tmp_path, party):
+def test_no_output_is_continued_with_a_party_that_was_trained_anew(
+        tiny, toy_episodes, tmp_path, party):
     model = tmp_path / "model"
     shutil.copytree(tiny(), model)
     flags = ["--tasks", "toy:backend:test", "--num_tasks", 1, "--samples_per_task", 1,
@@ -455,5 +456,5 @@ def test_a_party_that_was_trained_anew_resumes_no_output(tiny, toy_episodes, tmp
                  "--num_candidates", 2, "--agent", model, "--max_new_tokens", 4]
     for seed in (0, 1):
         write_rows(model / "run.json", [{"flags": {"seed": seed}, "inputs": {}}])
-        done = run_script("collect.py", *flags, "--output", tmp_path / "out.jsonl", check=not seed)
+        done = run_script("collect.py", *flags, "--output", tmp_path / "out.jsonl", check=seed == 0)
     assert "model/run.json (its content)" in done.stderr

@@ -703,16 +703,17 @@ def test_a_server_that_answers_now_and_then_is_not_given_up():
     assert speaker.given_up is None
 
 
-def test_what_a_server_has_not_implemented_is_asked_once(impatient):
+def test_what_a_server_has_not_implemented_is_asked_once():
     with refusing(501) as server:
-        error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
+        error, = ask_all(ServerSpeaker(server.url, SpeakerSettings(), pause=0), CONVERSATIONS[:1])
     assert "HTTP 501" in str(error) and server.calls == 1
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 529])
-def test_a_status_that_may_pass_is_asked_again(impatient, status):
+def test_a_status_that_may_pass_is_asked_again(status):
     with busy(1, status, "0") as server:
-        assert isinstance(ask_all(load_speaker(server.url), CONVERSATIONS[:1])[0][0], Utterance)
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), pause=0)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
     assert server.calls == 2
 
 

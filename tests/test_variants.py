@@ -108,6 +108,7 @@ def test_the_outcome_of_a_function_is_whether_it_passed_and_of_a_page_its_reward
 @pytest.mark.parametrize("bias", [-5.0, 0.0, 5.0])
 def test_a_pair_is_right_if_the_mean_value_of_the_better_dialogue_is_the_greater_one(tiny, bias):
     model = load_model(tiny(), model_class=AutoModelForTokenClassification, num_labels=1).eval()
+    torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
     torch.nn.init.constant_(model.score.bias, bias)
     reader = Reader(tiny(), "none", 600)
@@ -117,6 +118,7 @@ def test_a_pair_is_right_if_the_mean_value_of_the_better_dialogue_is_the_greater
     for row in pair:
         values, exists = turn_values(model, [row])
         logits = model(torch.tensor([row.ids])).logits[0, :, 0]
+        # the mean of all tokens up to the end of the first turn
         assert values[0, 0].item() == pytest.approx(
             logits[:len(row.ids) - row.turn_index[::-1].index(0)].mean().item(), abs=1e-4)
         means.append(values.mean().item())

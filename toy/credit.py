@@ -26,6 +26,7 @@ from colbench import MAX_TURNS, request_index, split_message, without_thoughts
 from formats.read import read_candidates, state_key
 from judge.sandbox import grade
 from runtime.files import read_jsonl, write_jsonl, write_new
+from runtime.processes import join_processes
 from runtime.seeds import derive_seed
 from toy.backend import asked_about
 
@@ -82,7 +83,8 @@ def credits_of(states):
     """For each state the true credit of its candidates; the judge works beside this process."""
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(credits_of_state, states)
-        return list(tqdm(found, total=len(states), unit="state", desc="true credit"))
+        return list(tqdm(found, total=len(states), unit="state", desc="true credit",
+                         **join_processes().bar_args))
 
 
 def credits_of_state(state):
