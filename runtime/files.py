@@ -147,9 +147,9 @@ class ResumableJsonl:
         return {self.key(row): row for row in rows if not row.get("error")}
 
     def missing(self, keys):
-        """This rank's share of `keys`, without those whose row is there."""
-        share = list(keys)[self.process.rank::self.process.world]
-        return [key for key in share if key not in self.rows]
+        """This rank's share of those `keys` whose row is not there."""
+        missing = [key for key in keys if key not in self.rows]
+        return missing[self.process.rank::self.process.world]
 
     def append(self, row):
         with self.lock:

@@ -5,16 +5,17 @@ import json
 
 import numpy
 import pytest
-from conftest import LOSES_THOUGHTS, PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue
-from tokenizers import AddedToken, models, pre_tokenizers
+from conftest import LOSES_THOUGHTS, PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, episode
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from colbench import (
-    DOMAINS, agent_messages, agent_prompt_of, encode_candidates, encode_dialogue, human_messages,
-    split_message)
+    DOMAINS, agent_messages, agent_prompt_of, agent_view, encode_candidates, encode_dialogue,
+    encode_within, human_messages, prompt_of_episode, split_message, without_thoughts)
 from formats.outcome import leak_share, outcome_of, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from judge.sandbox import Grade, grade
-from runtime.templates import prompt_ids, render
+from runtime.templates import prompt_ids, render, without_system
+from speakers.local import encode_prompt
 from train_critic import critic_messages
 
 TASK = {
@@ -443,3 +444,106 @@ def test_the_leak_of_an_official_dialogue_is_measured(tmp_path):
 def test_what_is_said_stands_after_the_last_thoughts():
     found = split_message({"domain": "backend"}, "<think>a</think>b</think>ask?", False)
     assert found == ("ask?", None)
+
+
+def test_a_dialogue_that_just_fits_loses_nothing_and_with_a_token_less_its_oldest_turns():
+    tokenizer, finished = byte_tokenizer(), [False, True, False]
+    messages = dialogue("t", "one", "b", "two", "c", "three")
+    whole = encode_dialogue(tokenizer, messages, finished)
+    two = encode_dialogue(tokenizer, messages[:1] + messages[3:], finished[1:])
+    last = encode_dialogue(tokenizer, messages[:1] + messages[5:], finished[2:])
+    for kept, dropped in ((whole, 0), (two, 1), (last, 2)):
+        assert encode_within(tokenizer, messages, len(kept[0]), finished) == (*kept, dropped)
+    assert encode_within(tokenizer, messages, len(whole[0]) - 1, finished) == (*two, 1)
+    assert encode_within(tokenizer, messages, len(two[0]) - 1, finished) == (*last, 2)
+    assert encode_within(tokenizer, messages, len(last[0]) - 1, finished) is None
+
+
+def test_a_human_with_the_dialogue_in_its_prompt_reads_all_of_it_from_the_request_on():
+    prompt = "{problem_description}|{dialogue_history}|{test_cases}|{missing}"
+    task = TASK | {"problem_description": "write {ground_truth}"}
+    (message,) = human_messages(task, dialogue("write f", "what?", "so"), prompt)
+    assert message == {"role": "user", "content": (
+        "write {ground_truth}|human: write f\nagent: what?\nhuman: so|{test_cases}|{missing}")}
+
+
+def test_an_episode_says_how_many_turns_its_agent_had():
+    for max_turns, words in ((3, "send 3 messages"), (None, "send 10 messages")):
+        played = episode("t", 1.0, agent_prompt=None, max_turns=max_turns)
+        assert words in prompt_of_episode(played)
+
+
+def test_a_page_follows_the_first_output_marker():
+    task = TASK | {"domain": "frontend"}
+    content, answer = split_message(task, "plan OUTPUT: I WANT TO ANSWER: <html> OUTPUT: 3", False)
+    assert answer == "<html> OUTPUT: 3" and content == f"I WANT TO ANSWER: {answer}"
+
+
+def test_thoughts_that_never_end_are_no_speech_whatever_space_stands_before_them():
+    assert without_thoughts("\n <think>It is x") is None
+    assert without_thoughts("<think>a</think>b</think> c ") == "c"
+
+
+def test_an_old_turn_without_a_word_on_its_end_is_finished():
+    history = dialogue("t", "a", "b", " c ", "d", "e")
+    history[1]["finished"], history[3]["finished"] = True, False
+    history[3]["output"] = " <think>x</think> c\n"
+    played = episode("t", 1.0, agent_prompt="p") | {"dialogue_history": history}
+    messages, finished = agent_view(played)
+    assert finished == [True, False, True]
+    assert [message["content"] for message in messages] == [
+        "p", "t", "a", "b", "<think>x</think> c", "d", "e"]
+
+
+@pytest.mark.parametrize("reward", [-0.1, 1.1, 2, float("nan")])
+def test_a_reward_outside_of_0_to_1_is_refused_except_in_logs(reward):
+    with pytest.raises(SystemExit, match=f"found reward {reward}, expected a number between 0"):
+        episode("t", reward)
+    assert reward != reward or episode("t", reward, domain="logged")["reward"] == reward
+
+
+def test_a_critics_note_opens_the_request_of_pictures_too():
+    system = {"role": "system", "content": "Be brief."}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    told = without_system([system, {"role": "user", "content": [picture]}, *dialogue("a", "b")])
+    assert told[0]["role"] == "user" and told[1:] == dialogue("a", "b")
+    assert told[0]["content"] == [{"type": "text", "text": "Be brief.\n\n"}, picture]
+
+
+def test_a_tokenizer_that_opens_every_text_opens_no_part_of_a_dialogue():
+    """As Llama's does with its token for the beginning, which the template writes itself."""
+    plain, opening = byte_tokenizer(), byte_tokenizer()
+    token = opening.convert_tokens_to_ids("<bos>")
+    opening.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", token)])
+    assert opening.encode("x")[0] == token
+    assert encode_dialogue(opening, DIALOGUE) == encode_dialogue(plain, DIALOGUE)
+    assert encode_candidates(opening, DIALOGUE[:1], ["a", "b"], [True, False], 999) == (
+        encode_candidates(plain, DIALOGUE[:1], ["a", "b"], [True, False], 999))
+    unnested = byte_tokenizer(UNNESTED)
+    wanted = encode_prompt(unnested, DIALOGUE[:1])
+    unnested.backend_tokenizer.post_processor = opening.backend_tokenizer.post_processor
+    assert encode_prompt(unnested, DIALOGUE[:1]) == wanted
+
+
+def test_samples_are_numbered_on_after_the_highest_of_the_files_before(tmp_path):
+    first, second = ([episode("t", 0.5, sample) for sample in samples]
+                     for samples in ((2, 0), (1, 0)))
+    files = [write(tmp_path / "a.jsonl", *first), write(tmp_path / "b.jsonl", *second)]
+    assert [row["sample"] for row in load_episodes(files)[0]] == [2, 0, 4, 3]
+
+
+def test_almost_all_tests_passed_are_no_success():
+    assert [episode("t", reward)["success"] for reward in (1, 1.0, 0.9999, 0)] == [
+        True, True, False, False]
+
+
+def test_a_message_without_words_is_left_out_by_any_template():
+    tokenizer = byte_tokenizer("{# of tools #}" + NO_OTHER_ROLES)
+    silent = [*dialogue("t"), {"role": "tool", "content": ""}]
+    assert render(tokenizer, silent) == render(tokenizer, dialogue("t"))
+
+
+def test_a_domain_without_instructions_for_one_turn_has_its_own_there_too():
+    logged = {"domain": "logged"}
+    assert agent_prompt_of(logged, None, 1) == agent_prompt_of(logged, None, 10) == ""

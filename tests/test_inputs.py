@@ -30,7 +30,7 @@ from formats.read import complete_task, load_episodes, read_candidates, read_epi
 from runtime import checkpoints
 from runtime.files import write_atomically, write_new
 from runtime.flags import COST_FLAGS
-from runtime.models import load_model, load_tokenizer, refuse_untrainable
+from runtime.models import load_model, load_tokenizer, make_head_fp32, refuse_untrainable
 from runtime.processes import Process
 from runtime.record import claim_output, run_files
 
@@ -596,3 +596,12 @@ def test_rows_that_begin_like_a_file_do_not_replace_it(tmp_path, there, new):
     with pytest.raises(SystemExit, match="found something else than what this command writes"):
         write_new(path, [{"row": index} for index in range(new)])
     assert len(path.read_text().splitlines()) == there
+
+
+def test_an_output_layer_in_fp32_leaves_tied_input_embeddings_in_bf16():
+    model, ids = tiny_model(TOKENIZER, tied=True).bfloat16(), torch.arange(5)[None]
+    make_head_fp32(model)
+    words = model.get_input_embeddings().weight
+    assert words.dtype == torch.bfloat16
+    hidden = model.get_decoder()(ids).last_hidden_state
+    torch.testing.assert_close(model(ids).logits, hidden.float() @ words.float().T)

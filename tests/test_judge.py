@@ -740,3 +740,10 @@ def test_every_test_begins_with_the_same_random_numbers(judge, call):
     pytest.importorskip("numpy")
     first, second = judge.outcomes("import numpy, random", [call, call], "fixed", 1.0)
     assert first == second and is_value(first)
+
+
+def test_an_answer_that_sleeps_is_out_of_time_though_it_computes_nothing():
+    task = {"ground_truth": "def f(n):\n    return n", "test_cases": {"test1": "f(1)"}}
+    with Judge(1, seconds=0.5) as quick:
+        found = quick.grade(task, "import time\ndef f(n):\n    time.sleep(20)\n    return n")
+    assert found.reasons == {"test1": "timed out"}

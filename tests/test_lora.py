@@ -3,13 +3,15 @@
 import copy
 import json
 import shutil
+import types
 
 import pytest
 import torch
 from conftest import (
-    byte_tokenizer, dialogue, differing_weights, episode, metrics, run_script, tiny_model,
-    training, weights, write_episodes)
+    byte_tokenizer, dialogue, differing_weights, episode, metrics, run_script, tiny_model, training,
+    weights, write_episodes)
 from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification
 
 from formats.read import read_episodes
 from runtime import checkpoints
@@ -17,7 +19,7 @@ from runtime.checkpoints import trained_parameters
 from runtime.lora import (
     LINEAR_LAYERS, MATRICES, LoraLinear, WithoutMatrices, add_matrices, load_matrices, lora_layers,
     merge)
-from runtime.models import load_model
+from runtime.models import load_model, open_to_train
 from runtime.processes import Process
 from train_critic import Critic
 
@@ -235,3 +237,29 @@ def test_another_seed_begins_with_other_matrices(tiny, tmp_path):
         matrices = load_file(tmp_path / f"{seed}" / MATRICES)
         found.append(matrices["model.layers.0.mlp.up_proj.down"])
     assert not torch.equal(*found)
+
+
+def test_biases_of_layers_with_matrices_keep_their_names():
+    plain = tiny_model(byte_tokenizer(), "qwen2")
+    learnt = with_matrices(copy.deepcopy(plain))
+    merged, _ = merge(dict(learnt.named_parameters()), learnt)
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    assert any(name.endswith("q_proj.bias") for name in merged)
+
+
+def test_after_the_model_without_matrices_has_computed_all_matrices_are_on_again():
+    learnt = with_matrices(tiny_model(byte_tokenizer()))
+    expected = learnt(IDS).logits
+    WithoutMatrices(learnt)(IDS)
+    assert torch.equal(learnt(IDS).logits, expected)
+
+
+def test_a_value_head_is_trained_in_fp32_beside_the_matrices(tiny):
+    run = types.SimpleNamespace(device="cpu", world=1, process=ALONE, say=print)
+    args = types.SimpleNamespace(model=tiny(), seed=0, lora_rank=4, lora_alpha=None, dtype=None,
+                                 checkpointing_every=None, reshard=True)
+    model = open_to_train(args, run, AutoModelForTokenClassification, num_labels=1)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    head = {name for name, _ in model.named_parameters() if name.startswith("score")}
+    assert head and head < trained and len(trained - head) == 2 * 7 * 2
+    assert model.score.weight.dtype == torch.float32

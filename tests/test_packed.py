@@ -121,3 +121,25 @@ def test_only_the_same_prompt_is_shared_wherever_its_candidates_stand():
     assert packed.pack_rows(mixed, 8192) == [one, other]
     dialogues = [Row(*encode_dialogue(TOKENIZER, dialogue("t", "a", "b", "c"))) for _ in range(2)]
     assert packed.pack_rows(dialogues, 8192) == [[row] for row in dialogues]
+
+
+def test_a_pack_is_as_large_as_its_limit_and_no_larger():
+    prompt = FOUR_ROWS[0].turn_index.index(0)
+    whole = prompt + sum(len(row.ids) - prompt for row in FOUR_ROWS)
+    assert packed.pack_rows(FOUR_ROWS, whole) == [FOUR_ROWS]
+    assert packed.pack_rows(FOUR_ROWS, whole - 1) == [FOUR_ROWS[:3], FOUR_ROWS[3:]]
+    assert packed.pack_rows(FOUR_ROWS, 0) == [[row] for row in FOUR_ROWS]
+
+
+def test_log_probs_of_logits_in_bf16_are_in_fp32():
+    logits, target = torch.randn(5, 300).bfloat16(), torch.arange(5)
+    found = packed.picked_logprobs(logits, target)
+    wanted = logits.double().log_softmax(-1)[range(5), target]
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_output_layer_computes_all_positions_again_afterwards():
+    model, ids = tiny_model(TOKENIZER), torch.tensor([[1, 2, 3]])
+    whole = model(ids).logits
+    packed.turn_logprobs(model, FOUR_ROWS)
+    assert torch.equal(model(ids).logits, whole)

@@ -14,13 +14,13 @@ from conftest import LINK, PAGE, dialogue, png, read_rows, write_rows
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from colbench import DOMAINS, human_page_view
+from colbench import DOMAINS, human_page_view, image_part
 from formats.commands import websight
-from judge.browser import MAX_PAGE_CHARACTERS, placeholder_picture
+from judge.browser import MAX_PAGE_CHARACTERS, PageError, placeholder_picture
 from judge.pages import (
     ClipReward, PageJudge, embedded_similarity, extract_html, grade_page, graded_page, last_page,
-    official_addresses)
-from judge.sandbox import Grade
+    official_addresses, solution_page)
+from judge.sandbox import SOLUTION_FAILED, Grade
 from speakers.vision import local_images
 
 # -----------------------------------------------------------------------------
@@ -242,3 +242,49 @@ def test_the_embedded_similarity_is_the_mean_of_layout_detail_and_colour():
 def test_half_the_greatest_difference_of_a_colour_is_none_of_the_layout():
     # grey against black: 128 / 255 apart, so the layout is 0; as little contrast; another colour
     assert embedded_similarity(png("#808080"), png("black")) == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_each_of_the_humans_two_pictures_stands_after_its_own_sentence():
+    drawn = {"<html>mine</html>": png("red"), "<html>yours</html>": png("blue")}
+    task = {"problem_description": "a {message}", "ground_truth": "so: <html>yours</html> ."}
+    history = dialogue("a page", "<html>old</html>", "no", "now <html>mine</html>")
+    judge = types.SimpleNamespace(picture=drawn.get)
+    (message,) = human_page_view(task, history, "{problem_description}: {message} {other}",
+                                 judge)
+    assert message["content"] == [
+        {"type": "text", "text": "a {message}: now [the page below] {other}"},
+        {"type": "text", "text": "The designer's page:"}, image_part(png("red")),
+        {"type": "text", "text": "The page you want:"}, image_part(png("blue"))]
+
+
+def test_the_page_below_is_named_even_where_its_random_pictures_were_replaced():
+    page = "<html><img src=https://picsum.photos/300/200></html>"
+    judge = types.SimpleNamespace(picture=lambda page: None)
+    task = {"ground_truth": PAGE}
+    (message,) = human_page_view(task, dialogue("a", f"see {page}"), "{message}", judge)
+    assert message["content"][0]["text"] == "see [the page below]"
+
+
+def test_no_page_of_the_human_is_graded_and_that_of_the_answer_comes_first():
+    history = dialogue("<html>u</html>", "<html>a</html>", "<html>v</html>", "no page")
+    assert graded_page("no page", history) == last_page(history) == "<html>a</html>"
+    assert graded_page("<html>b</html>", history) == "<html>b</html>"
+    assert graded_page("x", dialogue("<html>u</html>", "no page")) == ""
+
+
+def test_a_page_that_cannot_be_drawn_is_worth_nothing_and_the_first_html_is_drawn():
+    assert extract_html("<body>a</body> <html>b</html> <html>c</html>") == "<html>b</html>"
+    assert extract_html("</html> <html>b</html>") == "<html>b</html>"
+    random_picture = "<p><img src=https://picsum.photos/300/200>"
+    assert "id/48/300/200" in solution_page(random_picture)
+
+    def draw(page):
+        if "bad" in page:
+            raise PageError("too slow")
+        return png("red")
+
+    for answer, solution, reasons in (
+            ("<html>bad</html>", "<html></html>", {"page": "too slow"}),
+            ("<html></html>", "<html>bad</html>",
+             {"page": SOLUTION_FAILED, "solution": "too slow"})):
+        assert grade_page({"ground_truth": solution}, answer, draw) == Grade(0.0, None, reasons)

@@ -227,3 +227,34 @@ def test_what_most_jobs_ask_is_computed_first():
     assert results(lambda number: gather(many if number else few, number), range(5), 5) == [
         0, 1, 2, 3, 4]
     assert order == ["many", "few"]
+
+
+def test_each_answer_that_a_job_has_waited_for_is_told_wherever_it_came_from():
+    model, told = Model(), []
+
+    def job(number):
+        with elsewhere():
+            pass
+        return gather(model.double, number)
+
+    assert sorted(run(job, range(5), 2, lambda: told.append(1))) == [0, 2, 4, 6, 8]
+    assert len(told) == 10
+
+
+def test_a_job_that_waits_elsewhere_does_not_go_on_once_the_run_has_ended():
+    released, ended, went_on = threading.Event(), threading.Event(), []
+
+    def job(number):
+        if number == 0:
+            raise ValueError("fatal")
+        try:
+            with elsewhere():
+                released.wait(60)
+            went_on.append(number)
+        finally:
+            ended.set()
+
+    with pytest.raises(ValueError, match="fatal"):
+        list(run(job, range(2), 2))
+    released.set()
+    assert ended.wait(60) and not went_on

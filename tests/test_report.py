@@ -11,8 +11,7 @@ import zlib
 import conftest
 import pytest
 import torch
-from conftest import (
-    dialogue, png, ranked_state, read_rows, run_script, write_episodes, write_rows)
+from conftest import dialogue, png, ranked_state, read_rows, run_script, write_episodes, write_rows
 
 from formats.read import complete_episode
 from judge.browser import CHROMIUM_FLAGS, DevTools
@@ -745,3 +744,54 @@ def test_held_out_tasks_are_those_of_all_files_and_none_if_one_has_changed(tmp_p
     assert held_out_tasks(tmp_path) == set(split_tasks(ids, 0.2, 0)[1])
     write_rows(tmp_path / "1.jsonl", rows[:1])
     assert held_out_tasks(tmp_path) == set()
+
+
+def test_a_message_is_cut_only_where_its_row_says_so():
+    row = complete_episode(episode(0, passed=False))  # as an imported one, without `finished`
+    assert charts.ending(row) == "wrong answer"
+    for finished, ending in ((True, "wrong answer"), (False, "cut")):
+        row["dialogue_history"][-1]["finished"] = finished
+        assert charts.ending(row) == ending
+
+
+def test_episodes_of_a_second_seed_have_names_of_their_own():
+    row = complete_episode(episode(0))
+    found = [page.episode_record("p", seed, row) for seed in (0, 1)]
+    assert [record["id"] for record in found] == ["p/task0/0", "p/task0/0, seed 1"]
+    assert [record["sample"] for record in found] == ["0", "0, seed 1"]
+
+
+def test_the_strongest_shade_is_that_of_all_but_the_largest_twentieth():
+    rows = [complete_episode(episode(task)) for task in range(10)]
+    for index, row in enumerate(rows):
+        row["advantages"] = [float(index), -10.0 - index if index < 9 else 1000.0]
+    packed = page.packed_episodes({"p": [rows]}, 10**6)
+    data = json.loads(zlib.decompress(base64.b64decode(packed)))
+    assert data["scale"] == 18.0
+    rows[0]["advantages"] = rows[1]["advantages"] = [None, float("nan")]
+    packed = page.packed_episodes({"p": [rows[:2]]}, 10**6)
+    assert json.loads(zlib.decompress(base64.b64decode(packed)))["scale"] == 1.0
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_held_out_tasks_are_those_of_the_critics_own_seed(tmp_path, seed):
+    path = str(write_episodes(tmp_path / "e.jsonl", tasks=40, samples=1))
+    record = {"flags": {"episodes": [path], "holdout": 0.2, "seed": seed},
+              "inputs": {path: file_hash(path)}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    ids = [f"task{index}" for index in range(40)]
+    assert held_out_tasks(tmp_path) == set(split_tasks(ids, 0.2, seed)[1])
+    assert split_tasks(ids, 0.2, 0)[1] != split_tasks(ids, 0.2, 3)[1]
+
+
+@pytest.mark.parametrize("finished", [(True, False), (False, True), (True, True)])
+def test_pairs_with_a_cut_side_and_bad_chosen_sides_are_counted(tmp_path, capsys, finished):
+    for chosen in (0.1, -0.1):
+        state = ranked_state({"a": chosen, "b": -0.2}, finished=list(finished))
+        path = write_rows(tmp_path / f"{chosen}.jsonl", [state])
+        make_report("pairs", path, "--output", tmp_path / f"pairs{chosen}.jsonl")
+        said = capsys.readouterr().out
+        assert ("1 with a candidate that was cut" in said) == (not all(finished))
+        assert ("1 chosen candidates have an advantage below 0" in said) == (chosen < 0)
+        row, = read_rows(tmp_path / f"pairs{chosen}.jsonl")
+        assert row["finished"] == list(finished) and row["advantages"] == [chosen, -0.2]

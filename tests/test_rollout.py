@@ -9,18 +9,19 @@ import pytest
 from chat_server import running, small_talk
 from conftest import episode, read_rows, run_script, write_rows
 from parties import (
-    INDEX, RULES, TASKS, Failing, LenientJudge, Served, asker, collect_now, human_line,
-    index_of, played, within)
+    INDEX, RULES, TASKS, Failing, LenientJudge, Served, asker, collect_now, human_line, index_of,
+    played, within)
 
 import collect
 import speakers
-from colbench import prompt_of_episode
+from colbench import DOMAINS, prompt_of_episode
 from formats.read import custom_prompt, load_episodes, read_candidates, read_episodes
 from judge.sandbox import ANSWER_MARKER
-from runtime.files import ResumableJsonl
+from runtime.files import ResumableJsonl, read_prompt
 from runtime.processes import Process
 from speakers import roles
 from speakers.interface import SpeakerError
+from toy.world import toy_tasks
 
 ALONE = Process(0, 1, "cpu")
 
@@ -458,3 +459,71 @@ def test_no_output_is_continued_with_a_party_that_was_trained_anew(
         write_rows(model / "run.json", [{"flags": {"seed": seed}, "inputs": {}}])
         done = run_script("collect.py", *flags, "--output", tmp_path / "out.jsonl", check=seed == 0)
     assert "model/run.json (its content)" in done.stderr
+
+
+def test_an_output_with_brackets_in_its_name_is_resumed_like_any_other(tmp_path):
+    path = tmp_path / "rows[1].jsonl"
+    (tmp_path / "rows1.jsonl.rank0").write_text(line(9))  # what [1] would match
+    store(path).append({"key": 0})
+    assert store(path).rows == {0: {"key": 0}}
+    assert ResumableJsonl.parts(path) == [tmp_path / "rows[1].jsonl.rank0"]
+
+
+def test_half_a_line_that_is_json_of_its_own_is_no_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    (tmp_path / "rows.jsonl.rank0").write_text(line(0) + "12\n" + '"key"\n' + line(1) + "3")
+    assert sorted(store(path).rows) == [0, 1]
+
+
+def test_blank_space_around_instructions_is_none_of_them(tmp_path):
+    for written in ("\ufeff\n Ask. \n\n", "Ask."):
+        (tmp_path / "prompt.txt").write_text(written, encoding="utf-8")
+        assert read_prompt(tmp_path / "prompt.txt") == "Ask."
+
+
+def test_what_flags_name_replaces_what_a_checkpoint_or_an_embedded_world_would_choose(tmp_path):
+    (tmp_path / "agent_prompt.txt").write_text("Trained.")
+    page = toy_tasks("toy:frontend:train", 1)
+    for given, used in ((None, str(tmp_path / "agent_prompt.txt")), ("mine.txt", "mine.txt")):
+        args = types.SimpleNamespace(agent=str(tmp_path), agent_prompt=given, num_tasks=None,
+                                     human=given, clip=given, tasks="toy:frontend:train")
+        roles.fill_in_flags(args, page, DOMAINS["frontend"], print)
+        assert (args.agent_prompt, args.num_tasks) == (used, 1)
+        assert (args.human, args.clip) == ((given, given) if given else ("scripted", "none"))
+
+
+def test_each_party_samples_with_its_own_flags_and_a_row_says_who_judged(tiny):
+    args = collect.parse_args([
+        "--tasks", "toy:backend:train", "--agent", tiny(), "--human", tiny("qwen2.5"), "--output",
+        "x.jsonl", "--temperature", "0.25", "--human_temperature", "0.5", "--max_new_tokens", "7",
+        "--human_max_new_tokens", "9"])
+    nothing = types.SimpleNamespace(rows={})
+    with roles.open_parties(args, ALONE, DOMAINS["backend"], nothing) as (agent, human, _, by):
+        assert (agent.temperature, agent.max_new_tokens) == (0.25, 7)
+        assert (human.temperature, human.max_new_tokens) == (0.5, 9)
+    assert by == {"agent": tiny(), "human": tiny("qwen2.5"), "judge": "--judge fixed"}
+
+
+def test_a_served_party_goes_on_under_its_models_name_and_not_under_another(tmp_path):
+    args = types.SimpleNamespace(agent="http://h/v1", human="http://g/v1", output="x.jsonl")
+    agent, human = types.SimpleNamespace(model_name="a"), types.SimpleNamespace(model_name=None)
+
+    def who(*earlier):
+        rows = {index: {"agent": name, "human": name} for index, name in enumerate(earlier)}
+        return roles.players(args, agent, human, types.SimpleNamespace(rows=rows))
+
+    assert who() == who("a") == who("http://h/v1", "a") == {"agent": "a", "human": "http://g/v1"}
+    with pytest.raises(SystemExit, match="found the model a, expected b, which has played"):
+        who("a", "b")
+
+
+def test_the_tasks_and_both_instructions_are_inputs_of_a_run(tmp_path):
+    tasks, agent, human = (str(tmp_path / name) for name in ("tasks.jsonl", "a.txt", "h.txt"))
+    write_rows(tmp_path / "tasks.jsonl", TASKS[:2])
+    (tmp_path / "a.txt").write_text("Ask.")
+    (tmp_path / "h.txt").write_text("You want {hidden_information}")
+    args = collect.parse_args(["--tasks", tasks, "--agent", "scripted", "--agent_prompt", agent,
+                               "--human", "http://h/v1", "--human_prompt", human, "--output", "x"])
+    found, _, prompts, files = roles.read_tasks_and_prompts(args, ALONE)
+    assert prompts == ("Ask.", "You want {hidden_information}")
+    assert len(found) == 2 and files == [tasks, agent, human]

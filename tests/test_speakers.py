@@ -15,10 +15,11 @@ from colbench import without_thoughts
 from judge.sandbox import ANSWER_MARKER
 from runtime.models import context_length
 from speakers import load_speaker
+from speakers.attention import SharedPrompts, shared_prompts_attention
 from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import (
-    LocalSpeaker, encode_prompt, opens_thoughts, pick_tokens, refuse_unfit_layers, text_of,
-    uniform_numbers, with_opening)
+    LocalSpeaker, encode_prompt, opens_thoughts, pick_tokens, refuse_unfit_layers, stop_tokens,
+    text_of, uniform_numbers, with_opening)
 from speakers.roles import say_if_untrainable
 from toy.world import toy_tasks
 
@@ -328,3 +329,92 @@ def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
     assert second == [Utterance(f"{ANSWER_MARKER} pass", True)]
     reply = ask_all(human, [later], seeds=[0], tasks=[task])[0]
     assert reply == [Utterance("I do not know.", True)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_and_text_together_have_as_many_tokens_as_the_context(n):
+    talker = speaker(temperature=0)
+    talker.stops, talker.context = set(), 10
+    samples = talker._generate([[5] * 4, [5] * 7], [None, None], n, [0, 0])
+    assert [len(sample.tokens) for sample in samples] == [6] * n + [3] * n
+    talker.context = len(encode_prompt(talker.tokenizer, CONVERSATIONS[1]))
+    assert talker.speak([Request(CONVERSATIONS[1])]) == [[]]  # the prompt fills it
+
+
+def test_no_more_samples_than_batch_size_are_computed_together(monkeypatch):
+    sampler, computed = speaker(batch_size=4, max_new_tokens=2), []
+    generate = sampler._generate
+    monkeypatch.setattr(sampler, "_generate", lambda prompts, caches, n, seeds: (
+        computed.append(n * len(prompts)), generate(prompts, caches, n, seeds))[1])
+    ask_all(sampler, CONVERSATIONS, n=2)
+    assert computed == [4, 4, 2]
+
+
+def test_the_same_requests_make_the_same_batches_in_whatever_order_they_arrive(monkeypatch):
+    sampler, computed = speaker(batch_size=2, max_new_tokens=1), []
+    generate = sampler._generate
+    monkeypatch.setattr(sampler, "_generate", lambda prompts, caches, n, seeds: (
+        computed.append(seeds), generate(prompts, caches, n, seeds))[1])
+    requests = [Request(CONVERSATIONS[0], seed=seed) for seed in (4, 2, 3, 1)]
+    sampler.speak(requests)
+    sampler.speak(requests[::-1])
+    assert computed == [[1, 2], [3, 4]] * 2
+
+
+def test_a_text_whose_thoughts_end_or_that_only_names_their_tags_stays_as_it_is():
+    tokenizer = byte_tokenizer()  # for which no tag is a special token
+    for text in ("It is x.</think>Y.", "[THINK] is a tag", "x<seed:think>"):
+        assert text_of(tokenizer, tokenizer.encode(text, add_special_tokens=False)) == text
+    assert with_opening("It is x.</think>Y.", opened=True) == "It is x.</think>Y."
+
+
+def test_a_text_ends_at_each_token_that_checkpoint_tokenizer_or_template_name():
+    tokenizer = byte_tokenizer()
+    closing = tokenizer.eos_token_id
+    tokenizer.eos_token = "<bos>"
+    model = tiny_model(tokenizer)
+    for named in ([1, 2], [1], 1, None):
+        model.generation_config.eos_token_id = named
+        found = {1, 2} if named == [1, 2] else {1} if named else set()
+        assert stop_tokens(model, tokenizer) == found | {tokenizer.eos_token_id, closing}
+
+
+def test_a_token_is_picked_with_exact_sums_and_never_one_of_no_probability():
+    """In float32, the sums of a large vocabulary would miss its last tokens, or pass its end."""
+    impossible_first = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    for temperature in (0.5, 1):
+        assert pick_tokens(impossible_first, torch.tensor([0.0]), temperature).tolist() == [1]
+    size, uniform = 1 << 17, torch.tensor([0.25, 0.5, 1 - 2**-53], dtype=torch.float64)
+    logits = torch.linspace(0, 3e-4, size).repeat(3, 1)
+    exact = logits[0].double().softmax(-1).cumsum(-1)
+    wanted = [(exact <= share * exact[-1]).sum().item() for share in uniform]
+    assert pick_tokens(logits, uniform, 1).tolist() == wanted
+    assert wanted[-1] == size - 1
+
+
+def test_of_a_request_without_a_key_nothing_is_kept():
+    talker = speaker(max_new_tokens=2)
+    ask_all(talker, CONVERSATIONS)
+    assert not talker.kept
+
+
+def test_attention_to_shared_prompts_is_exact_in_bf16_up_to_the_rounding_of_its_result():
+    generator = torch.Generator().manual_seed(0)
+    G, n, H, Q, P, T, D = 2, 3, 2, 2, 9, 4, 64
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    cache = transformers.DynamicCache()
+    cache.update(drawn(G, H, P, D), drawn(G, H, P, D), 0)
+    shared = SharedPrompts(cache, n)
+    own = drawn(G * n, H, T, D), drawn(G * n, H, T, D)
+    query = 4 * drawn(G * n, H * Q, 1, D)
+    found, _ = shared_prompts_attention(
+        None, query, *shared.update(*own, 0), attention_mask=None, scaling=D ** -0.5)
+    prompt = cache.layers[0]
+    keys, values = (torch.cat([whole.repeat_interleave(n, 0), new], 2).repeat_interleave(Q, 1)
+                    for whole, new in ((prompt.keys, own[0]), (prompt.values, own[1])))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), scale=D ** -0.5).transpose(1, 2)
+    assert (found.double() - exact).abs().max() < 0.02

@@ -237,3 +237,11 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
 def test_the_mean_reward_of_episodes_counts_parts_of_rewards():
     rows = [{"success": True, "reward": 1.0}, {"success": False, "reward": 0.5}, {"error": "x"}]
     assert str(Outcome(rows)) == "success 0.500, reward 0.750, 1 failed"
+
+
+def test_hints_do_not_count_failed_episodes():
+    failed = [episode("t", None, texts=("t", "what?"), error="gone"),
+              episode("t", None, 1, texts=("t", "what?"), error="gone")]
+    assert list(hints(failed)) == []
+    hint, = hints([*failed, UNSOLVABLE | {"sample": 2}])
+    assert hint.startswith("1 of 1 tasks cannot be solved by their own solution")

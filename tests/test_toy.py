@@ -4,23 +4,25 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import dialogue, read_rows, run_script
+from conftest import dialogue, episode, read_rows, run_script, write_rows
 from parties import LenientJudge, Served, first_texts
 
 import collect
+import toy.backend
 from colbench import agent_messages, agent_prompt_of
 from formats.read import load_episodes, read_candidates
 from judge.sandbox import ANSWER_MARKER, grade_all
 from runtime.files import write_jsonl
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerSettings
+from toy import make_base
 from toy.backend import (
-    DETAILS, NUM_OPTIONS, PHRASES, TOPICS, asked_about, backend_human, code_of, details_in,
-    phrase_of)
+    DETAILS, NUM_OPTIONS, PHRASES, TOPICS, asked_about, backend_human, backend_split, code_of,
+    detail_to_ask, details_in, details_told, phrase_of, with_slips)
 from toy.credit import (
     KINDS, ToyCredit, credit_auc, credit_pairs, credits_of, halves_shares, main, random_advantages,
     toy_credit)
-from toy.world import SCRIPTED, World, toy_tasks
+from toy.world import SCRIPTED, Habits, World, toy_tasks
 from train_critic import SOLUTION_NOTE, dialogue_row
 from train_policy import state_pairs
 
@@ -375,3 +377,83 @@ def test_shares_of_halves_are_those_of_the_pairs_that_the_policy_draws(tasks):
             equal += credit[chosen].value == credit[rejected].value
     shares = halves_shares(states, credits)
     assert (shares["halves/right"], shares["halves/equal"]) == (right / 40, equal / 40)
+
+
+def test_of_ten_tasks_two_are_for_test_and_one_for_valid():
+    counts = Counter(backend_split(topic, (("case", option),))
+                     for topic in TOPICS for option in range(NUM_OPTIONS))
+    share = {split: count / counts.total() for split, count in counts.items()}
+    assert abs(share["test"] - 0.2) < 0.04 and abs(share["valid"] - 0.1) < 0.03
+
+
+def test_a_demonstrator_asks_again_and_prefers_as_often_as_its_habits_say():
+    details = list(DETAILS)
+
+    def share(**habits):
+        asked = Counter(detail_to_ask(["case", "unit"], details, ["unit", "tag"], Habits(**habits),
+                                      random.Random(seed)) for seed in range(2000))
+        return (asked["case"] + asked["unit"]) / 2000, asked["tag"] / 2000
+
+    for again, preferred in ((0.2, 0.0), (0.0, 0.5), (0.0, 1.0)):
+        repeated, hoped_for = share(ask_again=again, ask_preferred=preferred)
+        assert abs(repeated - again) < 0.04
+        others = (1 - again) * (1 - preferred) / (len(details) - 2)
+        assert abs(hoped_for - (1 - again) * preferred - others) < 0.04
+    for asked in ([], details):  # nothing to repeat, nothing new
+        assert detail_to_ask(asked, details, [], Habits(), random.Random(0)) in details
+
+
+def test_a_slip_forgets_a_clause_or_mistakes_its_option_equally_often():
+    known = [("case", 0), ("unit", 1), ("tag", 2)]
+    found = [with_slips(known, Habits(slip=0.4), random.Random(seed)) for seed in range(2000)]
+    forgotten = sum(len(written) == 2 for written in found) / 2000
+    mistaken = sum(len(written) == 3 and written != known for written in found) / 2000
+    assert abs(forgotten - 0.2) < 0.03 and abs(mistaken - 0.15) < 0.03  # 3 of 4 options are wrong
+    assert with_slips([], Habits(slip=1.0), random.Random(0)) == []
+    assert known == [("case", 0), ("unit", 1), ("tag", 2)]
+
+
+def test_the_wish_stated_last_counts_and_what_the_agent_says_is_none():
+    first, last, other = (f"Please {phrase_of('case', option)}." for option in (0, 1, 2))
+    assert details_told(dialogue("t", "q", first, other, last, other)) == {"case": 1}
+    assert details_told(dialogue(f"{first} Please go.", "q", "no")) == {"case": 0}
+
+
+def test_the_human_answers_the_last_message_alone_and_reads_capitals(tasks):
+    task = tasks[0]
+    wanted = next(iter(task["toy"]["needed"]))
+    unwanted = next(detail for detail in DETAILS if detail not in task["toy"]["needed"])
+    said = dialogue("t", f"What about the {wanted}?", "so", f"Which {unwanted.upper()}?")
+    draw = random.Random(0)
+    assert backend_human(task, said, draw) == "No wish there."
+    assert backend_human(task, [*said, {"role": "user", "content": "No wish there."},
+                                {"role": "assistant", "content": "And now?"}],
+                         draw) == "I do not know."
+
+
+def test_a_world_has_all_its_tasks_however_long_the_search_for_them_takes(monkeypatch):
+    small = World(topics=1, details=10, likely=3, needed=(1, 2, 3))
+    every = len(toy.backend.backend_tasks("train", 10**6, small))
+    monkeypatch.setattr(toy.backend, "MAX_MISSES", 300)  # in a row, not in all
+    assert len(toy.backend.backend_tasks("train", 10**6, small)) == every == 85
+
+
+def test_who_recites_says_each_reply_but_the_answer_and_nothing_where_nothing_was_asked(tmp_path):
+    rows = [episode("a", 1.0, texts=("t", "q", "r", "p", "s", "I WANT TO ANSWER: x")),
+            episode("b", 0.0, texts=("t", "I WANT TO ANSWER: x"))]
+    plain, recited = write_rows(tmp_path / "plain.jsonl", rows), tmp_path / "recited.jsonl"
+    make_base.main(["recite", str(plain), "--output", str(recited)])
+    row, = read_rows(recited)
+    first, *others = row["dialogue_history"]
+    assert first["content"] == SOLUTION_NOTE.format(solution=rows[0]["task"]["ground_truth"]) + (
+        "t\nq")
+    assert others == [{"role": "assistant", "content": "r"}, {"role": "user", "content": "p"},
+                      {"role": "assistant", "content": "s"}]
+
+
+def test_the_tokenizer_of_a_base_knows_what_the_agent_wrote_and_the_notes():
+    row = episode("a", 1.0)
+    row["dialogue_history"][1]["output"] = "thoughts and q"
+    note = SOLUTION_NOTE.format(solution=row["task"]["ground_truth"])
+    assert list(make_base.texts_to_read([row])) == [
+        note, "t", "thoughts and q", "r", "I WANT TO ANSWER: x"]

@@ -5,8 +5,9 @@ import random
 from parties import first_texts
 
 from judge.pages import extract_html, grade_page
+from judge.sandbox import ANSWER_MARKER
 from toy.frontend import (
-    SLOTS, choice_of, frontend_demonstrator, frontend_human, frontend_task, page_of)
+    SLOTS, choice_of, frontend_demonstrator, frontend_human, frontend_task, page_of, split_pages)
 from toy.world import toy_tasks
 
 
@@ -88,3 +89,51 @@ def test_the_base_policy_writes_pages_of_the_grammar():
     said = first_texts("toy/base_frontend", toy_tasks("toy:frontend:valid", 30), 200)
     choices = [choice_of(extract_html(text)) for text, _ in said]
     assert sum(None not in choice.values() for choice in choices) >= 27
+
+
+def test_every_page_of_the_grammar_is_in_one_split_and_neighbours_differ():
+    splits = [split_pages(split) for split in ("train", "valid", "test")]
+    sizes = [len(split) for split in splits]
+    assert len(set().union(*splits)) == sum(sizes) and sizes[1] == sizes[2]
+    assert abs(sizes[0] - 3 * sizes[1]) <= 5
+    tasks = toy_tasks("toy:frontend:valid", sum(sizes))
+    assert len({task["ground_truth"] for task in tasks}) == len(tasks) == sizes[1]
+    pairs = zip(tasks, tasks[1:], strict=False)
+    differing = [sum(one["toy"]["wanted"][slot] != other["toy"]["wanted"][slot] for slot in SLOTS)
+                 for one, other in pairs]
+    assert sum(differing) / len(differing) > 3.5
+
+
+def test_requests_state_none_one_or_two_wishes():
+    counts = [sum(f"{word} {slot}" in task["problem_description"]
+                  for slot, word in task["toy"]["wanted"].items())
+              for task in toy_tasks("toy:frontend:train", 300)]
+    assert {0, 1, 2} == set(counts) and min(map(counts.count, range(3))) > 60
+
+
+def test_a_slot_counts_if_the_page_shows_one_word_of_it_and_cards_if_they_are_there():
+    page = page_of("hotel", first_words())
+    assert choice_of(page) == first_words()
+    assert choice_of(page.replace("h-8", "h-8 h-64"))["footer"] is None
+    assert choice_of(page.replace("<p> card", "<p> card <p> card", 1))["cards"] is None
+
+
+def test_the_human_looks_at_the_last_message_alone():
+    page = frontend_task("train", 0)["ground_truth"]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": page},
+                {"role": "user", "content": "y"}, {"role": "assistant", "content": "done ?"}]
+    draw = random.Random(0)
+    assert frontend_human(frontend_task("train", 0), messages, draw) == "show me a page ."
+    assert frontend_human(frontend_task("train", 0), messages[:2], draw) == "looks right ."
+
+
+def test_the_designer_answers_never_at_once_rarely_early_and_often_when_all_is_right():
+    task = frontend_task("train", 3)
+    request = [{"role": "user", "content": task["problem_description"]}]
+    shown = [*request, {"role": "assistant", "content": task["ground_truth"]}]
+    shares = []
+    for messages in (request, [*shown, {"role": "user", "content": "i want huge title ."}],
+                     [*shown, {"role": "user", "content": "looks right ."}]):
+        said = [frontend_demonstrator(task, messages, random.Random(seed)) for seed in range(400)]
+        shares.append(sum(ANSWER_MARKER in text for text in said) / 400)
+    assert shares[0] == 0 and 0.08 < shares[1] < 0.22 and 0.3 < shares[2] < 0.5

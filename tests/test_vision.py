@@ -14,14 +14,14 @@ from conftest import (
 from parties import slow_text
 
 import variants.sight
-from collect import states_of
 from colbench import agent_messages, human_page_view, image_part
+from collect import states_of
 from formats.read import complete_episode, read_episodes
 from runtime import checkpoints
 from runtime.models import load_model
 from runtime.processes import Process
 from speakers import load_speaker
-from speakers.interface import Request, SpeakerSettings
+from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import encode_prompt, refuse_unfit_layers, uniform_numbers
 from speakers.vision import (
     VisionSpeaker, load_processor, picture_inputs, processor_class, without_videos)
@@ -436,3 +436,13 @@ def test_the_value_critic_of_pages_ranks_candidates(critic, tiny_vision, tmp_pat
     ranked = json.loads((tmp_path / "critic/ranked.jsonl").read_text())
     expected = critic.advantages(state["task"], MESSAGES, state["candidates"], state["finished"])
     assert ranked["advantages"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_answer_is_marked_finished_unless_it_was_cut_and_ends_at_its_first_end(tiny_vision):
+    speaker = vision_speaker(tiny_vision, 3)
+    (cut,), = answers_of(speaker, [dialogue("what is it?")])
+    assert not cut.finished
+    end = min(speaker.stops)
+    ids = speaker.processor.tokenizer.encode("so", add_special_tokens=False)
+    assert speaker._utterance([*ids, end, *ids, end]) == Utterance("so", True)
+    assert speaker._utterance(ids) == Utterance("so", False)
