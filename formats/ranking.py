@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from tqdm import tqdm
-
 from formats.read import read_candidates, state_key
 from runtime.processes import join_processes
 from runtime.record import edited_since, open_rows, read_run
@@ -30,7 +28,7 @@ def rank_states(args, critic_class, **flags):
     mine = store.missing(jobs)
     if mine:  # a model is loaded only for states that are left to rank
         critic = critic_class(args.output, process.device, args.dtype, **flags)
-        for key in tqdm(mine, unit="state", desc="ranking", **process.bar_args):
+        for key in process.watch(mine, "state", "ranking"):
             state = jobs[key]
             advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
                                            state["finished"])

@@ -9,8 +9,6 @@ import re
 import zlib
 from pathlib import Path
 
-from tqdm import tqdm
-
 from colbench import DOMAINS, MAX_TURNS
 from evaluate import LEAK
 from formats.outcome import lacks_answer
@@ -112,35 +110,38 @@ def annotate(policies, critic, held_out):
             if not isinstance(episode.get(key), str):
                 episode[key] = None
     episodes = [episode for episode in every if not episode["error"]]
-    on_page = [episode for episode in with_room(every) if not episode["error"]]
     if critic:
         for episode in episodes:
             episode["advantages"] = None  # the shades have one scale, so all are the critic's
-        add_advantages(critic, on_page)
+        add_advantages(critic, with_room(every))
     for episode in episodes:
         episode["held_out"] = episode["task"]["task_id"] in held_out
         if has_toy_credit(episode["task"]):
             episode["credits"] = true_credits(episode)
     if episodes and DOMAINS[episodes[0]["task"]["domain"]].pages:
         with Browser() as browser:
-            add_screenshots(on_page, browser)
+            add_screenshots(with_room(every), browser)
 
 
 def with_room(episodes):
-    """The episodes that the page has room for, task by task as it shows them, and a few more."""
-    packer, size = zlib.compressobj(), 0
+    """The episodes without an error that the page has room for, and a few more, task by task as it
+    shows them.
+    """
+    packer, size, found = zlib.compressobj(), 0, []
     for group in group_by_task(episodes).values():
         for episode in group:
             if 4 / 3 * size > PAGE_BYTES:  # of the dialogues alone, in base64
-                return
+                return found
             text = " ".join(message["content"] for message in episode["dialogue_history"])
             size += len(packer.compress(text.encode()))
-            yield episode
+            if not episode["error"]:
+                found.append(episode)
+    return found
 
 
 def add_advantages(critic, episodes):
     """Set the `advantages` of all agent turns, None for turns that are too long for the critic."""
-    for episode in tqdm(episodes, unit="episode", desc="advantages", **join_processes().bar_args):
+    for episode in join_processes().watch(episodes, "episode", "advantages"):
         episode["advantages"] = [None] * episode["turns"]
         row = critic.dialogue_row(episode)
         if row is None:
@@ -176,7 +177,7 @@ def add_screenshots(episodes, browser):
         pictures.append(thumbnail(png))
         return pictures[-1]
 
-    for episode in tqdm(episodes, unit="episode", desc="screenshots", **join_processes().bar_args):
+    for episode in join_processes().watch(episodes, "episode", "screenshots"):
         if sum(map(len, pictures)) > PAGE_BYTES:
             break
         shown = graded_page(episode["answer"], episode["dialogue_history"])

@@ -8,6 +8,8 @@ import signal
 import sys
 import typing
 
+from tqdm import tqdm
+
 from runtime.text import counted
 
 
@@ -26,6 +28,10 @@ class Process(typing.NamedTuple):
         """Options of tqdm: the leader's bar alone, which a log file gets once a minute."""
         interval = 0.1 if sys.stderr.isatty() else 60
         return {"disable": not self.leads, "mininterval": interval}
+
+    def watch(self, items, unit, description, total=None):
+        """The items, with the leader's bar for who waits."""
+        return tqdm(items, total=total, unit=unit, desc=description, **self.bar_args)
 
     def say(self, text):
         """Print a text once, on the leader."""

@@ -62,8 +62,7 @@ class Run:
         self.process.say(text)
 
     def watch(self, items, unit, description="reading"):
-        """The items, with a bar for who waits."""
-        return tqdm(items, unit=unit, desc=description, **self.process.bar_args)
+        return self.process.watch(items, unit, description)
 
     def remove(self, *patterns):
         """Remove files of an earlier run from the output."""

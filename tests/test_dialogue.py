@@ -159,6 +159,7 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     # thoughts neither reach the human nor end the dialogue
     ("backend", "<think>\nI WANT TO ANSWER: not yet\n</think>\n\nask?", "ask?", None),
     ("backend", "opened by the template, I WANT TO ANSWER: no</think>ask?", "ask?", None),
+    ("backend", "<think>a</think>b</think>ask?", "ask?", None),
     ("backend", "<think>so</think>I WANT TO ANSWER: x", "I WANT TO ANSWER: x", "x"),
     ("backend", "<think>cut: I WANT TO ANSWER: no", "", None),
 ])
@@ -439,11 +440,6 @@ def test_the_leak_of_an_official_dialogue_is_measured(tmp_path):
     row = {"task": TASK, "dialogue_history": dialogue("p", "q", TASK["ground_truth"], "x"),
            "answer": "x", "reward": 1.0}
     assert read_episodes(write(tmp_path / "e.jsonl", row))[0]["leak"] == 1.0
-
-
-def test_what_is_said_stands_after_the_last_thoughts():
-    found = split_message({"domain": "backend"}, "<think>a</think>b</think>ask?", False)
-    assert found == ("ask?", None)
 
 
 def test_a_dialogue_that_just_fits_loses_nothing_and_with_a_token_less_its_oldest_turns():

@@ -20,8 +20,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tqdm import tqdm
-
 from colbench import MAX_TURNS, request_index, split_message, without_thoughts
 from formats.read import read_candidates, state_key
 from judge.sandbox import grade
@@ -83,8 +81,7 @@ def credits_of(states):
     """For each state the true credit of its candidates; the judge works beside this process."""
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(credits_of_state, states)
-        return list(tqdm(found, total=len(states), unit="state", desc="true credit",
-                         **join_processes().bar_args))
+        return list(join_processes().watch(found, "state", "true credit", total=len(states)))
 
 
 def credits_of_state(state):
