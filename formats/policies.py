@@ -3,6 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
+from tqdm import tqdm
+
 from formats.read import one_domain, read_episodes
 from judge.sandbox import SOLUTION_FAILED
 
@@ -24,7 +26,7 @@ def named_files(specs):
 def read_policies(specs):
     """Policy name -> its seeds, each the episodes of one file; a NAME= given again is another."""
     policies, tasks, files = {}, {}, set()
-    for name, path in named_files(specs):
+    for name, path in tqdm(named_files(specs), unit="file", desc="reading", delay=2):
         file = name, Path(path).resolve()
         if file in files:
             raise SystemExit(f"found {name}={path} twice, expected each file once: a NAME that is"

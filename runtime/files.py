@@ -135,8 +135,11 @@ class ResumableJsonl:
         self.part = Path(f"{path}.rank{process.rank}")
         self.lock = threading.Lock()  # threads append rows
         self.failed_again = []  # rows with an error, as long as FILE of an earlier run stays
-        if process.leads and self.parts(path):
-            self._merge(self._sound_rows().values(), self.part)
+        if process.leads:
+            for half in self._matches(path, r"(\.rank\d+)?\.tmp\d+"):
+                half.unlink()  # a merge that a kill has cut
+            if self.parts(path):
+                self._merge(self._sound_rows().values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
         self.rows = self._sound_rows()
         process.barrier()  # nobody appends before all have read
@@ -195,9 +198,14 @@ class ResumableJsonl:
     @staticmethod
     def parts(path):
         """The files of the ranks that are not merged yet."""
+        return ResumableJsonl._matches(path, r"\.rank\d+")
+
+    @staticmethod
+    def _matches(path, ending):
+        """The files whose name is that of `path` with this ending, a pattern."""
         path = Path(path)
-        return [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
-                if re.fullmatch(r"\.rank\d+", file.name.removeprefix(path.name))]
+        return [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.*"))
+                if re.fullmatch(ending, file.name.removeprefix(path.name))]
 
     @staticmethod
     def files(path):

@@ -469,6 +469,15 @@ def test_an_output_with_brackets_in_its_name_is_resumed_like_any_other(tmp_path)
     assert ResumableJsonl.parts(path) == [tmp_path / "rows[1].jsonl.rank0"]
 
 
+def test_what_a_kill_within_a_merge_left_is_removed_and_no_file_of_another_name(tmp_path):
+    halves = [tmp_path / f"rows.jsonl{ending}" for ending in (".tmp12", ".rank0.tmp345")]
+    others = [tmp_path / f"rows.jsonl{ending}" for ending in ("2.tmp12", ".tmp", ".rank0.tmpx")]
+    for path in halves + others:
+        path.write_text("{")
+    store(tmp_path / "rows.jsonl")
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
 def test_half_a_line_that_is_json_of_its_own_is_no_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     (tmp_path / "rows.jsonl.rank0").write_text(line(0) + "12\n" + '"key"\n' + line(1) + "3")
