@@ -23,8 +23,9 @@ passes a test when its value equals the solution's value. Three kinds of process
 Protected, on Linux (x86-64, aarch64): files other than the interpreter's and a scratch folder;
 other processes; network; environment; memory. An answer starts no process, signals nobody, and
 leaves nothing behind for the next. System calls are an allow-list (seccomp); Landlock closes
-files; namespaces and a user of its own are added where the machine allows them. `Judge.status` says
-which protections are active. Other systems have separate processes and limits, nothing else.
+files; namespaces and a user of its own are added where the machine allows them. The judge's
+`status` says which protections are active. Other systems have separate processes and limits,
+nothing else.
 
 Not protected against: bugs of the kernel, side channels, and an answer that special-cases the test
 expressions, which it can read, or whose own operators decide a test such as "f(3) > 5". A file has
@@ -62,7 +63,7 @@ from judge.values import NOTHING, describe, is_value, reason_of
 SOLUTION_FAILED = "solution failed"  # the reason of a test that the solution does not pass
 SOLUTION_FACTOR = 4  # a solution may take this many times as long as an answer
 MAX_TIMEOUTS = 2  # of an answer's tests, after which the others are not run
-# Protections, as in Judge.status
+# Protections, as in the judge's `status`
 REQUIRED = ("system calls", "files", "privileges", "limits")  # what --require_protection asks for
 SECOND_LINES = ("own user", "own network")  # not possible everywhere, and nothing depends on them
 TOLD = "COLBENCH_PROTECTIONS_TOLD"  # environment variable: the line on protections was printed
@@ -79,18 +80,18 @@ class Grade:
 
 def grade(task: dict, answer: object, profile: str = "fixed") -> Grade:
     """Grade one answer on the hidden tests of its task."""
-    return shared_judge(os.getpid()).grade(task, answer, profile)
+    return shared_judge(os.getpid(), profile).grade(task, answer)
 
 
 def grade_all(tasks: list[dict], answers: list, profile: str = "fixed") -> list[Grade]:
     """Grade many answers at once."""
-    return shared_judge(os.getpid()).grade_all(tasks, answers, profile)
+    return shared_judge(os.getpid(), profile).grade_all(tasks, answers)
 
 
 @functools.cache
-def shared_judge(process: int) -> Judge:
+def shared_judge(process: int, profile: str) -> BackendJudge:
     """The judge of `grade` and `grade_all`, open until this process ends; a fork gets its own."""
-    return Judge()
+    return BackendJudge(profile)
 
 
 def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False,
@@ -103,8 +104,8 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     """
     runs = []
     for factor in (SOLUTION_FACTOR, 1):  # two pools: addresses and clocks differ between them
-        with Judge(require_protection=require_protection) as judge:
-            run = functools.partial(judge.expected_of, profile=profile, factor=factor)
+        with BackendJudge(profile, require_protection) as judge:
+            run = functools.partial(judge.expected_of, factor=factor)
             runs.append(list(watch(judge.threads.map(run, tasks))))
     rows = []
     for index, (first, second) in enumerate(zip(*runs, strict=True)):
@@ -124,19 +125,25 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     return rows, judge.status
 
 
-class Judge:
+class BackendJudge:
     """A pool of workers, and the values of the solutions. Keep it open while there are answers.
 
-    A test may take `seconds`. Once MAX_TIMEOUTS tests of an answer have timed out, the rest count
-    as timed out, too; the published grader runs them, and so does the profile "official".
+    `judge` is the profile, and like `require_protection` a flag of collect.py. A test may take
+    `seconds`. Once MAX_TIMEOUTS tests of an answer have timed out, the rest count as timed out,
+    too; the published grader runs them, and so does the profile "official".
     """
 
     def __init__(
-        self, workers: int | None = None, seconds: float = 1.0, require_protection: bool = False
+        self, judge: str = "fixed", require_protection: bool = False, workers: int | None = None,
+        seconds: float = 1.0,
     ):
-        self.seconds = seconds
+        if judge not in ("fixed", "official"):
+            raise ValueError(f"found the profile {judge!r}, expected 'fixed' or 'official'")
+        self.profile, self.seconds = judge, seconds
         self.expected = {}  # key of a task -> test -> what came out of it with the solution
-        count = workers or min(usable_cores(), 8)
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine
+        # at most as many as dialogues by default
+        count = workers or min(max(1, usable_cores() // processes), 64)
         self.workers: set[Worker] = set()
         self.close = weakref.finalize(self, close_workers, self.workers)
         for _ in range(count):
@@ -157,13 +164,13 @@ class Judge:
                 "them because of --require_protection; use Linux 5.13 or newer with Landlock and "
                 "seccomp, or drop the flag for answers you trust."
             )
-        if self.outcomes("", ["1"], "fixed", SOLUTION_FACTOR * seconds) != [describe(1)]:
+        if self.outcomes("", ["1"], SOLUTION_FACTOR * seconds) != [describe(1)]:
             self.close()
             raise SystemExit(
                 "found a judge that cannot run any code, expected it to; raise the process limits."
             )
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> BackendJudge:
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -172,17 +179,17 @@ class Judge:
         self.threads.shutdown(cancel_futures=True)
         self.close()
 
-    def grade(self, task: dict, answer: object, profile: str = "fixed") -> Grade:
+    def grade(self, task: dict, answer: object) -> Grade:
         tests = tests_of(task)
-        code = extract_code(answer, profile)
-        expected = self.expected_of(task, profile)
+        code = extract_code(answer, self.profile)
+        expected = self.expected_of(task)
 
         usable = [name for name in tests if is_value(expected[name]) and expected[name] != NOTHING]
         reasons = dict.fromkeys(tests, SOLUTION_FAILED) | dict.fromkeys(usable, "no code")
         if code and usable:
             expressions = [tests[name] for name in usable]
-            most = MAX_TIMEOUTS if profile == "fixed" else None
-            actual = self.outcomes(code, expressions, profile, self.seconds, most)
+            most = MAX_TIMEOUTS if self.profile == "fixed" else None
+            actual = self.outcomes(code, expressions, self.seconds, most)
             for name, outcome in zip(usable, actual, strict=True):
                 reasons[name] = reason_of(expected[name], outcome)
 
@@ -190,45 +197,40 @@ class Judge:
         success = passed > 0 and passed == len(tests)
         return Grade(passed / max(len(tests), 1), success, reasons)
 
-    def grade_all(self, tasks: list[dict], answers: list, profile: str = "fixed") -> list[Grade]:
+    def grade_all(self, tasks: list[dict], answers: list) -> list[Grade]:
         """Grade answers side by side. Solutions that are new run first, each once."""
         if len(tasks) != len(answers):
             raise ValueError(f"found {len(answers)} answers to {len(tasks)} tasks, expected one"
                              " answer to each task")
-        distinct = {self.key(task, profile): task for task in tasks}
-        list(self.threads.map(lambda task: self.expected_of(task, profile), distinct.values()))
-        return list(
-            self.threads.map(lambda task, answer: self.grade(task, answer, profile), tasks, answers)
-        )
+        distinct = {self.key(task): task for task in tasks}
+        list(self.threads.map(self.expected_of, distinct.values()))
+        return list(self.threads.map(self.grade, tasks, answers))
 
-    def key(self, task: dict, profile: str) -> str:
-        return json.dumps([task["ground_truth"], tests_of(task), profile])
+    def key(self, task: dict) -> str:
+        return json.dumps([task["ground_truth"], tests_of(task)])
 
-    def expected_of(self, task: dict, profile: str, factor: float = SOLUTION_FACTOR) -> dict:
+    def expected_of(self, task: dict, factor: float = SOLUTION_FACTOR) -> dict:
         """Name of a test -> what came out of it with the solution; kept for later answers."""
-        key = self.key(task, profile)
+        key = self.key(task)
         if key not in self.expected:
             tests, seconds = tests_of(task), factor * self.seconds
-            found = self.outcomes(task["ground_truth"], list(tests.values()), profile, seconds)
+            found = self.outcomes(task["ground_truth"], list(tests.values()), seconds)
             self.expected[key] = dict(zip(tests, found, strict=True))
         return self.expected[key]
 
     def outcomes(
-        self, code: str, tests: list[str], profile: str, seconds: float,
-        max_timeouts: int | None = None,
+        self, code: str, tests: list[str], seconds: float, max_timeouts: int | None = None
     ) -> list[str]:
         """What came out of each test, on an idle worker.
 
         After `max_timeouts` tests that timed out, the others count as timed out, too (None: never).
         A worker that dies is replaced, and the code runs again.
         """
-        if profile not in ("fixed", "official"):
-            raise ValueError(f"found the profile {profile!r}, expected 'fixed' or 'official'")
         worker = self.idle.get()
         try:
             for _ in range(3):
                 try:
-                    return self.run_all(worker, code, tests, profile, seconds, max_timeouts)
+                    return self.run_all(worker, code, tests, seconds, max_timeouts)
                 except OSError as error:
                     no_room = isinstance(error, TimeoutError)  # the worker could start no child
                     close_workers({worker})
@@ -250,7 +252,7 @@ class Judge:
             self.idle.put(worker)
 
     def run_all(
-        self, worker: Worker, code: str, tests: list[str], profile: str, seconds: float,
+        self, worker: Worker, code: str, tests: list[str], seconds: float,
         max_timeouts: int | None,
     ) -> list[str]:
         """What came out of each test; a child that ended early is followed by one for the rest."""
@@ -259,7 +261,7 @@ class Judge:
             left = tests[len(outcomes):]
             if outcomes.count("timed out") == max_timeouts:
                 return outcomes + ["timed out"] * len(left)
-            job = json.dumps({"code": code, "tests": left, "profile": profile}).encode()
+            job = json.dumps({"code": code, "tests": left, "profile": self.profile}).encode()
             finished, ending = worker.run(job, len(left), seconds)
             outcomes += finished
             if ending:  # the test after those that finished is the one that ended the child
@@ -277,19 +279,6 @@ def usable_cores() -> int:
 def tests_of(task: dict) -> dict[str, str]:
     """Name -> test. Arrow conversions fill the names that a task lacks with None."""
     return {name: test for name, test in task["test_cases"].items() if test is not None}
-
-
-class BackendJudge(Judge):
-    """The judge of backend tasks, with the flags of collect.py."""
-
-    def __init__(self, judge="fixed", require_protection=False):
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine
-        workers = min(max(1, usable_cores() // processes), 64)  # as many as dialogues by default
-        super().__init__(workers, require_protection=require_protection)
-        self.profile = judge
-
-    def grade(self, task: dict, answer: object) -> Grade:
-        return super().grade(task, answer, self.profile)
 
 
 def tell_once(status: dict[str, bool]) -> None:
@@ -329,8 +318,6 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
         return ""
     if profile == "official":
         return extract_code_officially(answer)
-    if profile != "fixed":
-        raise ValueError(f"found the profile {profile!r}, expected 'fixed' or 'official'")
     text, *after_marker = answer.split(ANSWER_MARKER)
     answers = [part for part in after_marker if part.strip()]
     if answers:

@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, read_rows
 
+from judge import sandbox
 from judge.handle import Worker
 from judge.sandbox import (
-    REQUIRED, SOLUTION_FAILED, BackendJudge, Grade, Judge, check_solutions, extract_code)
+    REQUIRED, SOLUTION_FAILED, BackendJudge, Grade, check_solutions, extract_code)
 from judge.values import describe, is_value, reason_of
 
 DOUBLE = {
@@ -40,7 +41,7 @@ needs_landlock = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def judge():
-    with Judge(2) as judge:
+    with BackendJudge(workers=2) as judge:
         yield judge
 
 
@@ -167,15 +168,13 @@ A_CLASS = "import enum\nclass E(enum.Enum):\n    A = 1"
 def test_official_profile_gives_the_published_graders_number_on_every_python(
         judge, code, tests, official_reward):
     task = {"ground_truth": code, "test_cases": {str(i): test for i, test in enumerate(tests)}}
-    assert judge.grade(task, code, "official").reward == pytest.approx(official_reward)
+    assert sandbox.grade(task, code, "official").reward == pytest.approx(official_reward)
     assert judge.grade(task, code).reward == 1.0
 
 
-def test_an_unknown_profile_is_refused(judge):
+def test_an_unknown_profile_is_refused():
     with pytest.raises(ValueError, match="'fixed' or 'official'"):
-        judge.grade(DOUBLE, DOUBLE["ground_truth"], "offical")
-    with pytest.raises(ValueError, match="'fixed' or 'official'"):
-        judge.outcomes("", ["1"], "offical", 1.0)
+        sandbox.grade(DOUBLE, DOUBLE["ground_truth"], "offical")
 
 
 # -----------------------------------------------------------------------------
@@ -308,10 +307,10 @@ HOSTILE = {
 GRADE_A_READER = """\
 import json, sys
 sys.path.insert(0, {root!r})
-from judge.sandbox import Judge
+from judge.sandbox import BackendJudge
 task = {{"ground_truth": "def f():\\n    return 'secret'", "test_cases": {{"t": "f()"}}}}
 answer = "def f():\\n    return open({path!r}).read()"
-with Judge(1) as judge:
+with BackendJudge(workers=1) as judge:
     print(json.dumps(judge.grade(task, answer).reasons))
 """
 
@@ -348,8 +347,8 @@ def test_the_machine_is_closed_to_an_answer_that(judge, action):
 def test_a_worker_gets_no_secret_of_its_owners_environment(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
     tests = ["'HOME' in os.environ", "'secret' in str(os.environ)"]
-    with Judge(1) as alone:
-        found = alone.outcomes("import os", tests, "fixed", 1.0)
+    with BackendJudge(workers=1) as alone:
+        found = alone.outcomes("import os", tests, 1.0)
         if os.geteuid() == 0:  # nobody else may read that of the closed process
             (worker,) = alone.workers
             environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
@@ -361,7 +360,7 @@ def test_an_answer_finds_no_file_of_ours_among_its_modules_nor_on_its_path(judge
     path = subprocess.check_output(
         [sys.executable, "-I", "-c", "import sys; print(sys.path)"], text=True)
     code = "import sys\nours = [name for name in sys.modules if name.split('.')[0] == 'judge']"
-    outcomes = judge.outcomes(code, ["ours", "str(sys.path)"], "fixed", 1.0)
+    outcomes = judge.outcomes(code, ["ours", "str(sys.path)"], 1.0)
     assert outcomes == [describe([]), describe(path.strip())]
 
 
@@ -371,7 +370,7 @@ def test_an_answer_that_rebinds_builtins_changes_nothing_of_what_is_said_of_it(j
         "for name in ('int', 'format', 'isinstance', 'type', 'len', 'BaseException'):\n"
         "    setattr(builtins, name, None)\n"
     )
-    outcomes = judge.outcomes(code, ["4", "[1.5, {'a': ()}]", "1 / 0"], "fixed", 1.0)
+    outcomes = judge.outcomes(code, ["4", "[1.5, {'a': ()}]", "1 / 0"], 1.0)
     assert outcomes == [describe(4), describe([1.5, {"a": ()}]), "raised ZeroDivisionError"]
 
 
@@ -387,9 +386,9 @@ def test_scratch_is_emptied_whatever_the_answer_left_in_it():
         "        os.chdir('d')\n"
         "    return n * 2"
     )
-    with Judge(1) as alone:
+    with BackendJudge(workers=1) as alone:
         assert alone.grade({**DOUBLE, "test_cases": {"test1": "f(1)"}}, answer).success
-        seen = alone.outcomes("import os\nassert os.listdir() == []", ["1"], "fixed", 1.0)
+        seen = alone.outcomes("import os\nassert os.listdir() == []", ["1"], 1.0)
         assert seen == [describe(1)]
 
 
@@ -406,7 +405,7 @@ LOOPS = "def f(n):\n    while n < 3: pass\n    return n"
 
 def test_tests_after_time_outs_of_the_solution_can_be_passed():
     task = {"ground_truth": LOOPS, "test_cases": {str(n): f"f({n})" for n in range(5)}}
-    with Judge(1, seconds=0.1) as quick:
+    with BackendJudge(workers=1, seconds=0.1) as quick:
         reasons = quick.grade(task, "def f(n): return n").reasons
     assert list(reasons.values()) == ["solution failed"] * 3 + ["passed"] * 2
 
@@ -415,8 +414,8 @@ def test_tests_after_time_outs_of_the_solution_can_be_passed():
 def test_tests_after_two_time_outs_of_an_answer_run_in_the_official_profile_alone(profile, reward):
     task = {"ground_truth": "def f(n): return n",
             "test_cases": {str(n): f"f({n})" for n in range(5)}}
-    with Judge(1, seconds=0.1) as quick:
-        assert quick.grade(task, LOOPS, profile).reward == reward
+    with BackendJudge(profile, workers=1, seconds=0.1) as quick:
+        assert quick.grade(task, LOOPS).reward == reward
 
 
 @pytest.mark.parametrize("noise", [
@@ -446,7 +445,7 @@ def test_time_that_an_answer_waits_for_a_core_is_not_its_own():
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
               for _ in range(15)]
     try:
-        with Judge(1, seconds=0.5) as crowded:
+        with BackendJudge(workers=1, seconds=0.5) as crowded:
             code = ("import time\ndef f(n):\n    end = time.process_time() + n\n"
                     "    while time.process_time() < end: pass\n    return n")
             task = {"ground_truth": code, "test_cases": {"test1": "f(0.25)"}}
@@ -463,7 +462,7 @@ def test_time_that_an_answer_waits_for_a_core_is_not_its_own():
 
 
 def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
-    with Judge(1) as alone:
+    with BackendJudge(workers=1) as alone:
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
@@ -482,7 +481,7 @@ ASLEEP = "import time\ntime.sleep(9)\n"
 
 
 def test_an_answer_after_ctrl_c_is_graded_at_once(ctrl_c):
-    with Judge(1) as alone:
+    with BackendJudge(workers=1) as alone:
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
         ctrl_c()
         with pytest.raises(KeyboardInterrupt):
@@ -494,14 +493,14 @@ def test_an_answer_after_ctrl_c_is_graded_at_once(ctrl_c):
 
 def test_ctrl_c_ends_the_grading_of_many_answers(ctrl_c):
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Judge(2) as judge:
+    with pytest.raises(KeyboardInterrupt), BackendJudge("official", workers=2) as judge:
         ctrl_c()
-        judge.grade_all([DOUBLE] * 40, [ASLEEP] * 40, "official")  # 20 seconds or more
+        judge.grade_all([DOUBLE] * 40, [ASLEEP] * 40)  # 20 seconds or more
     assert time.monotonic() - began < 10
 
 
 def test_a_machine_without_room_for_a_process_ends_the_run_and_fails_no_answer(monkeypatch):
-    with Judge(1) as alone:
+    with BackendJudge(workers=1) as alone:
         def no_child(*arguments):
             raise TimeoutError  # what the worker's silence becomes after CONTROL_SECONDS
 
@@ -558,11 +557,11 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
     # The forked copy keeps the worker's socket open: only the death signal tells.
     code = (
         "import os, threading, time\n"
-        "from judge.sandbox import Judge\n"
-        "judge = Judge(1)\n"
+        "from judge.sandbox import BackendJudge\n"
+        "judge = BackendJudge(workers=1)\n"
         "worker = next(iter(judge.workers))\n"
         "def loop():\n"
-        "    judge.outcomes('import time\\ntime.sleep(60)', ['1'], 'fixed', 60.0)\n"
+        "    judge.outcomes('import time\\ntime.sleep(60)', ['1'], 60.0)\n"
         "threading.Thread(target=loop, daemon=True).start()\n"
         "children = f'/proc/{worker.process.pid}/task/{worker.process.pid}/children'\n"
         "seen = ''\n"
@@ -588,7 +587,7 @@ def test_workers_and_children_die_with_an_owner_that_is_killed():
 def test_require_protection_refuses_a_machine_that_lacks_one(monkeypatch):
     monkeypatch.setattr(Worker, "ready", lambda self: {"limits": True, "files": False})
     with pytest.raises(SystemExit, match="protections: system calls, files, privileges"):
-        Judge(1, require_protection=True)
+        BackendJudge(workers=1, require_protection=True)
 
 
 def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
@@ -646,10 +645,10 @@ def soak(count):
         "def f(n): return (",
         "def f(n):\n    return [0] * 10 ** 6",
     ]
-    with Judge(2) as fresh:
+    with BackendJudge(workers=2) as fresh:
         expected = [fresh.grade(DOUBLE, answer) for answer in answers]
     batch = [index % len(answers) for index in range(count // 10)]
-    with Judge(2) as judge:
+    with BackendJudge(workers=2) as judge:
         workers = [worker.process.pid for worker in judge.workers]
         costs, sizes, descriptors = [], [], []
         for _ in range(10):
@@ -687,9 +686,9 @@ def descendants(pid):
 def test_a_job_that_was_suspended_times_no_answer_out():
     code = "def f(n):\n    for _ in range(10_000_000):\n        pass\n    return n"
     task = {"ground_truth": code, "test_cases": {str(n): f"f({n})" for n in range(6)}}
-    script = (f"from judge.sandbox import Judge\ntask = {task!r}\n"
-              "with Judge(workers=1) as judge:\n"
-              "    judge.expected_of(task, 'fixed')\n    print('ready', flush=True)\n"
+    script = (f"from judge.sandbox import BackendJudge\ntask = {task!r}\n"
+              "with BackendJudge(workers=1) as judge:\n"
+              "    judge.expected_of(task)\n    print('ready', flush=True)\n"
               "    print(judge.grade(task, task['ground_truth']).reward)")
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True,
                           stdout=subprocess.PIPE) as process:
@@ -723,8 +722,8 @@ def test_addresses_are_values(kind):
 def test_sets_have_one_order_in_all_workers():
     found = []
     for _ in range(2):
-        with Judge(1) as alone:
-            found += alone.outcomes("", ["str(set('abcdefghijkl'))"], "fixed", 1.0)
+        with BackendJudge(workers=1) as alone:
+            found += alone.outcomes("", ["str(set('abcdefghijkl'))"], 1.0)
     assert found[0] == found[1] and is_value(found[0])
 
 
@@ -738,12 +737,12 @@ def test_the_official_profile_takes_no_code_with_a_word_that_it_bans(word):
 @pytest.mark.parametrize("call", ["random.random()", "random.gauss(0, 1)", "numpy.random.rand()"])
 def test_every_test_begins_with_the_same_random_numbers(judge, call):
     pytest.importorskip("numpy")
-    first, second = judge.outcomes("import numpy, random", [call, call], "fixed", 1.0)
+    first, second = judge.outcomes("import numpy, random", [call, call], 1.0)
     assert first == second and is_value(first)
 
 
 def test_an_answer_that_sleeps_is_out_of_time_though_it_computes_nothing():
     task = {"ground_truth": "def f(n):\n    return n", "test_cases": {"test1": "f(1)"}}
-    with Judge(1, seconds=0.5) as quick:
+    with BackendJudge(workers=1, seconds=0.5) as quick:
         found = quick.grade(task, "import time\ndef f(n):\n    time.sleep(20)\n    return n")
     assert found.reasons == {"test1": "timed out"}
