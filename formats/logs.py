@@ -13,7 +13,6 @@ becomes text, as the templates of Qwen and Hermes write it.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import re
 from collections import Counter
@@ -33,7 +32,7 @@ SHOWN = 20  # most faulty lines that a message lists
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 READ = {"role", "content", "refusal", "tool_calls", "function_call"}  # keys of a message
 # keys of a line that may be missing -> their type
-OPTIONS = {"task": (str, int), "ground_truth": str, "sample": int, "agent": str, "human": str}
+OPTIONS = {"task": (str, int), "ground_truth": str, "agent": str, "human": str}
 
 
 def import_command(args):
@@ -150,21 +149,17 @@ def grade_answers(rows, profile):
 
 def log_episodes(rows, prompt):
     """An episode for each row of a log. If lines have faults, it stops and lists these lines."""
-    episodes, faults, named = [], [], set()  # named: (task id, sample) of lines with a sample
+    episodes, faults, counts = [], [], Counter()  # counts: task id -> its dialogues so far
     for where, row in rows:
         wrong = faults_of(row)
-        if not wrong:
-            episode = log_episode(row, prompt, where)
-            task_id, sample = episode["task"]["task_id"], episode["sample"]
-            if (task_id, sample) in named:
-                wrong = [f"sample {sample} of task {task_id!r} a second time"]
         if wrong:
             faults.append(f"{where}: found {'; '.join(wrong)}")
             continue
-        if sample is not None:
-            named.add((task_id, sample))
+        episode = log_episode(row, prompt, where)
+        task_id = episode["task"]["task_id"]
+        episode["sample"] = counts[task_id]
+        counts[task_id] += 1
         episodes.append(episode)
-    number_samples(episodes)
     if faults:
         more = f"\nand {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise SystemExit("\n".join(faults[:SHOWN]) + f"{more}\nexpected at least {SMALLEST}")
@@ -183,7 +178,7 @@ def log_episodes(rows, prompt):
 
 
 def log_episode(row, prompt, where):
-    """The episode of a line without faults; its sample is None if the line names none."""
+    """The episode of a line without faults."""
     messages = [{"role": message["role"], "content": text_of(message)}
                 for message in row["messages"]]
     turn = [message["role"] for message in messages].index("assistant")
@@ -196,24 +191,12 @@ def log_episode(row, prompt, where):
         del messages[0]
         # as the file of these instructions is read back from the policy's checkpoint
         prompt = re.sub("\r\n?", "\n", opening.pop(0)).strip()
-    episode = complete_episode({
+    return complete_episode({
         "task": {"task_id": str(task_id), "domain": "logged",
                  "problem_description": "\n".join(opening),
                  "ground_truth": row.get("ground_truth") or ""},
-        "sample": row.get("sample"), "dialogue_history": messages,
-        "reward": row["reward"], "agent": row.get("agent"), "human": row.get("human"),
-        "agent_prompt": prompt or "", "leak": 0.0}, where)
-    return episode | {"sample": row.get("sample")}
-
-
-def number_samples(episodes):
-    """Give the episodes without a sample the free numbers of their task."""
-    for group in group_by_task(episodes).values():
-        used = {episode["sample"] for episode in group} - {None}
-        free = (number for number in itertools.count(len(used)) if number not in used)
-        for episode in group:
-            if episode["sample"] is None:
-                episode["sample"] = next(free)
+        "dialogue_history": messages, "reward": row["reward"], "agent": row.get("agent"),
+        "human": row.get("human"), "agent_prompt": prompt or "", "leak": 0.0}, where)
 
 
 def text_of(message):
@@ -257,8 +240,6 @@ def faults_of(row):
             kinds = kind if isinstance(kind, tuple) else (kind,)
             expected = " or ".join(one.__name__ for one in kinds)
             faults.append(f"{key} of type {type(value).__name__}, not {expected}")
-    if type(row.get("sample")) is int and row["sample"] < 0:
-        faults.append(f"sample {row['sample']}, which is below 0")
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return [*faults, f"no list of messages, but the keys {keys_of(row)}"]

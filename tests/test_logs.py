@@ -215,15 +215,9 @@ def test_import_warns_of_system_messages_that_differ_within_a_task(tmp_path):
     assert warning in imported(tmp_path / "other", *lines, log_line(task="b", reward=0))[1]
 
 
-def test_samples_without_a_number_get_free_ones_and_none_comes_twice(tmp_path):
-    first, *more = (log_line(task="a", sample=number) for number in (1, None, None, 0))
-    episodes, _ = imported(tmp_path, first, *more[:2])
-    assert [episode["sample"] for episode in episodes] == [1, 2, 3]
-    (tmp_path / "other").mkdir()
-    episodes, _ = imported(tmp_path / "other", *more)
-    assert [episode["sample"] for episode in episodes] == [1, 2, 0]
-    said = refusal(*import_of(tmp_path, first, first))
-    assert "line 2: found sample 1 of task 'a' a second time" in said
+def test_the_dialogues_of_each_task_are_numbered(tmp_path):
+    episodes, _ = imported(tmp_path, *(log_line(task=task) for task in "abaa"))
+    assert [episode["sample"] for episode in episodes] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["the log", "other episodes", "a directory", "its own output"])
@@ -267,7 +261,6 @@ def test_a_log_is_told_from_the_files_of_the_stages(tmp_path):
     (log_line(reward=float("nan")), "reward nan"),
     (log_line(reward="good"), "reward 'good'"),
     (log_line(reward=10**400), "which is no finite number"),
-    (log_line(sample=-1), "sample -1"),
     (log_line(ground_truth={}), "ground_truth of type dict, not str"),
     ({"messages": log_line()["messages"]}, "no reward"),
     ({"reward": 1, "text": "hi"}, "the keys reward, text"),
