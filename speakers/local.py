@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -65,7 +66,6 @@ class LocalSpeaker(Speaker):
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size
         self.stops = stop_tokens(self.model, tokenizer)
-        self.opens_thoughts = opens_thoughts(tokenizer)
         self.context = context_length(self.model.config) or math.inf
         self.kept = {}  # dialogue key -> KeptCache, the one used last at the end
 
@@ -103,7 +103,8 @@ class LocalSpeaker(Speaker):
                 self.kept[request.key] = sample.cache
                 if len(self.kept) > self.batch_size:
                     del self.kept[next(iter(self.kept))]  # most likely that of an ended dialogue
-        return [self._utterance(sample) for sample in samples]
+        return [Utterance(text_of(self.tokenizer, sample.tokens), sample.finished)
+                for sample in samples]
 
     @torch.inference_mode()
     def _generate(self, prompts, caches, n, seeds):
@@ -184,10 +185,6 @@ class LocalSpeaker(Speaker):
             past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         return cache, mask, logits
 
-    def _utterance(self, sample):
-        text = text_of(self.tokenizer, sample.tokens)
-        return Utterance(with_opening(text, self.opens_thoughts), sample.finished)
-
 
 def in_batches(indices, prompts, size):
     """Split `indices` into batches of at most `size` prompts and TOKENS_AT_ONCE padded tokens.
@@ -229,18 +226,11 @@ def refuse_unfit_layers(model, path):
                          " address")
 
 
+@functools.lru_cache(maxsize=8)
 def opens_thoughts(tokenizer):
     """Whether the template, and not the model, opens the thoughts of a reasoning model."""
     prompt = render(tokenizer, [{"role": "user", "content": "x"}])
     return prompt.rstrip().endswith(tuple(opening.strip() for opening, _ in SPECIAL_THOUGHTS))
-
-
-def with_opening(text, opened):
-    """The text; if the template `opened` its thoughts and they were cut, with the opening tag.
-
-    Without the tag, such thoughts would pass for speech.
-    """
-    return THOUGHTS + text if opened and END_OF_THOUGHTS not in text else text
 
 
 SPECIAL_THOUGHTS = (  # what opens and closes thoughts where special tokens do, which are left out
@@ -265,6 +255,8 @@ def text_of(tokenizer, tokens):
                 if token.special and str(token) != END_OF_THOUGHTS:
                     tagged = tagged.replace(str(token), "")
             return THOUGHTS + tagged
+    if opens_thoughts(tokenizer) and END_OF_THOUGHTS not in text:
+        return THOUGHTS + text  # they were cut; without the tag, they would pass for speech
     return text
 
 

@@ -17,8 +17,7 @@ from judge.pages import open_picture
 from runtime.models import default_device, load_config, load_model
 from runtime.templates import render
 from speakers.interface import Speaker, Utterance
-from speakers.local import (
-    opens_thoughts, pick_tokens, stop_tokens, text_of, uniform_numbers, with_opening)
+from speakers.local import pick_tokens, stop_tokens, text_of, uniform_numbers
 from speakers.pool import gather
 
 # -----------------------------------------------------------------------------
@@ -169,7 +168,6 @@ class VisionSpeaker(Speaker):
         self.batch_size = settings.batch_size
         tokenizer = self.processor.tokenizer
         self.stops = stop_tokens(self.model, tokenizer)
-        self.opens_thoughts = opens_thoughts(tokenizer)
         # in place of the checkpoint's own, whose top_p and penalties LocalSpeaker ignores, too
         self.model.generation_config = transformers.GenerationConfig(
             eos_token_id=sorted(self.stops), pad_token_id=tokenizer.pad_token_id)
@@ -213,5 +211,4 @@ class VisionSpeaker(Speaker):
         ends = [index for index, token in enumerate(ids) if token in self.stops]
         if ends:
             ids = ids[:ends[0]]
-        text = text_of(self.processor.tokenizer, ids)
-        return Utterance(with_opening(text, self.opens_thoughts), finished=bool(ends))
+        return Utterance(text_of(self.processor.tokenizer, ids), finished=bool(ends))

@@ -18,8 +18,8 @@ from speakers import load_speaker
 from speakers.attention import SharedPrompts, shared_prompts_attention
 from speakers.interface import Request, SpeakerSettings, Utterance
 from speakers.local import (
-    LocalSpeaker, encode_prompt, opens_thoughts, pick_tokens, refuse_unfit_layers, stop_tokens,
-    text_of, uniform_numbers, with_opening)
+    LocalSpeaker, encode_prompt, pick_tokens, refuse_unfit_layers, stop_tokens, text_of,
+    uniform_numbers)
 from speakers.roles import say_if_untrainable
 from toy.world import toy_tasks
 
@@ -243,8 +243,9 @@ def test_thoughts_between_special_tokens_are_no_speech(words, spoken):
 
 def test_thoughts_that_the_prompt_opens_with_a_special_token_and_that_are_cut_are_no_speech():
     tokenizer = byte_tokenizer(PLAIN.replace("<start>assistant\n", "<start>assistant\n[THINK]"))
-    assert opens_thoughts(tokenizer) and not opens_thoughts(byte_tokenizer(PLAIN))
-    assert without_thoughts(with_opening("It is", opens_thoughts(tokenizer))) is None
+    for words, spoken in (("It is", None), ("It is x.</think>Y.", "Y.")):
+        ids = tokenizer.encode(words, add_special_tokens=False)
+        assert without_thoughts(text_of(tokenizer, ids)) == spoken
 
 
 def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
@@ -316,8 +317,7 @@ def test_thoughts_that_the_template_opens_and_the_limit_cuts_do_not_pass_for_spe
     opening = TEMPLATES["qwen2.5"].replace("assistant\n' }}", "assistant\n<think>\n' }}")
     thinker = speaker(opening, max_new_tokens=4)
     (utterance,), = ask_all(thinker, CONVERSATIONS[:1])
-    assert thinker.opens_thoughts and without_thoughts(utterance.text) is None
-    assert not speaker().opens_thoughts
+    assert without_thoughts(utterance.text) is None
 
 
 def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
@@ -365,7 +365,6 @@ def test_a_text_whose_thoughts_end_or_that_only_names_their_tags_stays_as_it_is(
     tokenizer = byte_tokenizer()  # for which no tag is a special token
     for text in ("It is x.</think>Y.", "[THINK] is a tag", "x<seed:think>"):
         assert text_of(tokenizer, tokenizer.encode(text, add_special_tokens=False)) == text
-    assert with_opening("It is x.</think>Y.", opened=True) == "It is x.</think>Y."
 
 
 def test_a_text_ends_at_each_token_that_checkpoint_tokenizer_or_template_name():
