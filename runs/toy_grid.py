@@ -4,8 +4,7 @@
 
 Reads: what runs/toy_grid.sh left in ROOT/CELL/SEED, a cell being a world and a number of tasks.
 Prints: a table to paste.
-Writes: ROOT/table.json, or --output: for each cell what runs/toy_seeds.py writes of it. A cell and
-seed that this file already has stay unless ROOT has them, too.
+Writes: ROOT/table.json: for each cell what runs/toy_seeds.py writes of it.
 """
 
 import argparse
@@ -49,22 +48,18 @@ def table(cells):
 
 
 def main(args):
-    output = args.output or args.root / "table.json"
-    cells = json.loads(output.read_text()) if output.exists() else {}
-    for folder in sorted(path for path in args.root.glob("*") if path.is_dir()):
-        cells[folder.name] = table_of(folder, cells.get(folder.name, {}))
+    cells = {folder.name: table_of(folder) for folder in args.root.glob("*") if folder.is_dir()}
     if not cells:
         raise SystemExit(f"{args.root}: found no cell of the grid, expected the directory of its"
                          " runs; run runs/toy_grid.sh first")
     print(markdown(table(cells)))
-    output.write_text(json.dumps(cells, indent=1) + "\n")
+    (args.root / "table.json").write_text(json.dumps(cells, indent=1) + "\n")
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
-    parser.add_argument("--output", type=Path, help="the table as JSON (default: ROOT/table.json)")
     return parser.parse_args(argv)
 
 

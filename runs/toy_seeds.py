@@ -4,9 +4,8 @@
 
 Reads: what runs/toy.sh, runs/ablations.sh and runs/iterate.sh left in ROOT/SEED for each seed.
 Prints: a table to paste, differences with 95 % intervals, and the critics' AUC.
-Writes: ROOT/table.json, or --output: what each policy reached on every test task with each seed,
-means, differences, and how true the critics' advantages are. What is in this file already stays
-unless ROOT has the same policy and seed, so that seeds may be run one by one, on several machines.
+Writes: ROOT/table.json: what each policy reached on every test task with each seed, means,
+differences, and how true the critics' advantages are.
 """
 
 import argparse
@@ -77,22 +76,10 @@ def credit_metrics(path):
     return last
 
 
-def merge(old, new):
-    """Both, name -> seed -> value; a new value replaces an old one."""
-    return {name: old.get(name, {}) | new.get(name, {}) for name in [*old, *new]}
-
-
 def texts_of(outcomes):
     """The outcomes as the file has them: a text for each policy and seed."""
     return {name: {seed: " ".join(f"{number:g}" for number in numbers)
                    for seed, numbers in seeds.items()} for name, seeds in outcomes.items()}
-
-
-def numbers_of(table):
-    """The outcomes of a file that holds such texts."""
-    return {name: {seed: [float(number) for number in numbers.split()]
-                   for seed, numbers in seeds.items()}
-            for name, seeds in table.get("outcomes", {}).items()}
 
 
 def tabulate(outcomes):
@@ -100,7 +87,7 @@ def tabulate(outcomes):
     counts = {len(numbers) for seeds in outcomes.values() for numbers in seeds.values()}
     if len(counts) > 1:
         raise SystemExit(f"found runs on {' and '.join(map(str, sorted(counts)))} test tasks,"
-                         " expected all on the same; give another --output")
+                         " expected all on the same")
     if not counts:
         raise SystemExit("found no test episodes of these policies, expected those that"
                          " runs/toy_seeds.sh writes; give the directory of its runs")
@@ -128,20 +115,16 @@ def tabulate(outcomes):
     return means, differences
 
 
-def table_of(root, old):
-    """What the file holds: the runs in ROOT, and what was in it (`old`)."""
-    found = merge(numbers_of(old), read_outcomes(root))
-    outcomes = {name: found[name] for name in POLICIES if name in found}
+def table_of(root):
+    """What the file holds of the runs in ROOT."""
+    outcomes = read_outcomes(root)
     means, differences = tabulate(outcomes)
-    return {"means": means, "differences": differences,
-            "credit_auc": merge(old.get("credit_auc", {}), read_aucs(root)),
+    return {"means": means, "differences": differences, "credit_auc": read_aucs(root),
             "outcomes": texts_of(outcomes)}
 
 
 def main(args):
-    output = args.output or args.root / "table.json"
-    old = json.loads(output.read_text()) if output.exists() else {}
-    table = table_of(args.root, old)
+    table = table_of(args.root)
     means, differences = table["means"], table["differences"]
     rows = [["policy", "seeds", "%", "SWEET-RL's lead", "AUC"]]
     for name, seeds in table["outcomes"].items():
@@ -154,15 +137,13 @@ def main(args):
         if f"{left} - {right}" in differences:
             print(f"{left} - {right}:"
                   f" {with_interval(differences[f'{left} - {right}'], 100, sign='+')}")
-
-    output.write_text(json.dumps(table, indent=1) + "\n")
+    (args.root / "table.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="directory of the runs, see above")
-    parser.add_argument("--output", type=Path, help="the table as JSON (default: ROOT/table.json)")
     return parser.parse_args(argv)
 
 

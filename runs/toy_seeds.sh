@@ -2,7 +2,7 @@
 # N seeds of the embedded experiment, with DOMAIN=frontend of pages, and a table of what ROOT has:
 # ROOT/table.json. Resumes; ONLY=toy omits ablations, best of N and round 2. The committed tables are
 # runs/out/toy_seeds.json, runs/out/toy_seeds_frontend.json and, with FULL= in front (the tasks of
-# make toy), runs/out/toy_seeds_225_tasks.json; TABLE= names one to add the runs to.
+# make toy), runs/out/toy_seeds_225_tasks.json.
 set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend} FULL=${FULL-1}
@@ -23,4 +23,4 @@ for SEED in $(seq 0 $((N - 1))); do
   [ -f "$OUT/report.html" ] || runs/toy.sh
   [ "${ONLY:-}" = toy ] || more
 done
-python runs/toy_seeds.py "$ROOT" ${TABLE:+--output "$TABLE"}
+python runs/toy_seeds.py "$ROOT"
