@@ -11,8 +11,9 @@
 #   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8 --generation-config vllm
 #     (elsewhere: HUMAN_URL; two pictures a request)
 #
-# RUN, NODE, OUT, GLOO_SOCKET_IFNAME for one H200, eight GPUs, two nodes: as runs/backend_8b.sh has
-# them. Estimated (docs/scaling.md): 8 to 10 hours on eight GPUs, disk as there.
+# RUN, NODE, OUT, GLOO_SOCKET_IFNAME for eight GPUs or two nodes: as runs/backend_8b.sh has them.
+# Estimated (docs/scaling.md): about a day on eight GPUs, disk as there. One H200 does not hold the
+# critic.
 # SHORT=1 is a smoke run on the CPU: the embedded pages, their scripted human (or HUMAN_URL),
 # toy/base_frontend as agent and critic.
 set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
@@ -26,9 +27,10 @@ TRAIN=(--tasks data/frontend_train.jsonl --num_tasks 1000 --samples_per_task 6)
 TEST=(--tasks data/frontend_test.jsonl --num_tasks 500)
 # ten pages are some 10,000 tokens, so that 64 dialogues at a time would fill 80 GB
 SAMPLING=(--batch_size 16)
-CANDIDATES=() # 16 of each turn of a tenth of the tasks
-TRAINING=()
-CRITIC_TRAINING=(--epochs 8 --max_length 16384) # a picture of the solution takes some 6,500 tokens
+CANDIDATES=(--batch_size 128) # 16 of each turn of a tenth of the tasks; no caches are kept here
+# dialogues are longer than the default; and for the critic, a solution's picture has 6,500 tokens
+TRAINING=(--max_length 16384)
+CRITIC_TRAINING=(--epochs 8)
 RFT=(--successes --epochs 8)
 PROMPTS=() # the paper's, if you have them: --agent_prompt FILE --human_prompt FILE
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
