@@ -15,6 +15,7 @@ Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, R rows, S t
 
 import contextlib
 import inspect
+import typing
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -27,55 +28,41 @@ LOGITS_AT_ONCE = 512  # scored tokens whose logits are in fp32 at a time
 def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
     """
-    of_tokens = {}  # tokens and turns of a row -> the first row that has them
-    first = [of_tokens.setdefault((*row.ids, *row.turn_index), row) for row in rows]
-    distinct = list(of_tokens.values())
-    number = {row: index for index, row in enumerate(distinct)}
-    packs = pack_rows(distinct, PACK_TOKENS if can_pack(model) else 0)
-    ids, positions, segments = [], [], []
-    scored = []  # of each agent token: its pack, the column of its logits, its id, row and turn
-    for pack in packs:
-        prompt = prompt_length(pack[0]) if len(pack) > 1 else 0
-        pack_ids, pack_positions = pack[0].ids[:prompt], list(range(prompt))
-        pack_segments = [0] * prompt
-        for segment, row in enumerate(pack, 1):
-            column = len(pack_ids)  # of the row's first token after the prompt
-            for index, turn in enumerate(row.turn_index):
-                if turn >= 0 and index > 0:  # nothing predicts the first token
-                    # the column of the token before this one, whose logits predict it
-                    source = prompt - 1 if index == prompt else column + index - prompt - 1
-                    scored.append((len(ids), source, row.ids[index], number[row], turn))
-            pack_ids += row.ids[prompt:]
-            pack_positions += range(prompt, len(row.ids))
-            pack_segments += [segment] * (len(row.ids) - prompt)
-        ids.append(pack_ids)
-        positions.append(pack_positions)
-        segments.append(pack_segments)
-
-    def table(lists):
-        lists = [torch.tensor(values) for values in lists]
-        return pad_sequence(lists, batch_first=True).to(model.device)
-
-    inputs = {"input_ids": table(ids)}  # (P, T)
-    if len(packs) < len(distinct):  # otherwise all rows are plain causal
-        segments = table(segments)
-        seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-        inputs |= {"position_ids": table(positions), "attention_mask": seen.tril()[:, None]}
+    distinct = {tokens_of(row): row for row in rows}  # equal rows are computed once
+    number = {row: index for index, row in enumerate(distinct.values())}
+    packs = pack_rows(distinct.values(), PACK_TOKENS if can_pack(model) else 0)
+    layouts = [lay_out(pack) for pack in packs]
+    # of each agent token: its pack, the column of the logits that predict it, its id, row and turn
+    scored = [(pack, column, token, number[row], turn) for pack, layout in enumerate(layouts)
+              for column, token, row, turn in layout.scored]
     scored = torch.tensor(scored, dtype=torch.long, device=model.device).reshape(-1, 5)
-    pack_of, source, target, row_of, turn_of = scored.unbind(1)  # (n,) each
-    with head_at(model.get_output_embeddings(), pack_of, source):
+    pack_of, column_of, target, row_of, turn_of = scored.unbind(1)  # (n,) each
+
+    inputs = {"input_ids": padded([layout.ids for layout in layouts], model.device)}  # (P, T)
+    if len(packs) < len(distinct):  # otherwise all rows stand alone, and are plain causal
+        inputs |= positions_and_mask(layouts, model.device)
+    with head_at(model.get_output_embeddings(), pack_of, column_of):
         logits, = model(**inputs, use_cache=False).logits  # (n, V)
     parts = zip(logits.split(LOGITS_AT_ONCE), target.split(LOGITS_AT_ONCE), strict=True)
     logprobs = torch.cat([checkpoint(picked_logprobs, *part, use_reentrant=False)
                           for part in parts])  # (n,)
 
-    turns = max(row.turns for row in distinct)  # S
+    turns = max(row.turns for row in rows)  # S
     sums = logprobs.new_zeros(len(distinct), turns).index_put(
         (row_of, turn_of), logprobs, accumulate=True)
     tokens = target.new_zeros(sums.shape).index_put(
         (row_of, turn_of), torch.ones_like(target), accumulate=True)
-    order = [number[row] for row in first]
+    order = [number[distinct[tokens_of(row)]] for row in rows]
     return sums[order], tokens[order]
+
+
+def tokens_of(row):
+    """What makes two rows equal."""
+    return tuple(row.ids), tuple(row.turn_index)
+
+
+# -----------------------------------------------------------------------------
+# Packs
 
 
 def pack_rows(rows, limit):
@@ -99,6 +86,47 @@ def prompt_length(row):
     return 0 if -1 in row.turn_index[start:] else start
 
 
+class Layout(typing.NamedTuple):
+    """A pack as one sequence. The first three lists have an entry for each of its tokens."""
+
+    ids: list
+    positions: list
+    segments: list
+    scored: list  # (column of the logits that predict it, id, row, turn) of each agent token
+
+
+def lay_out(pack):
+    """The Layout of a pack: the prompt that its rows share, then the rest of each row."""
+    prompt = prompt_length(pack[0]) if len(pack) > 1 else 0
+    ids, positions, segments = pack[0].ids[:prompt], list(range(prompt)), [0] * prompt
+    scored = []
+    for segment, row in enumerate(pack, 1):
+        shift = len(ids) - prompt  # how much further right the row's own tokens stand in the pack
+        for index, turn in enumerate(row.turn_index):
+            if turn < 0 or index == 0:  # not the agent's; nothing predicts the first token
+                continue
+            before = index - 1  # the logits at the token before predict this one
+            column = before if before < prompt else before + shift
+            scored.append((column, row.ids[index], row, turn))
+        ids += row.ids[prompt:]
+        positions += range(prompt, len(row.ids))
+        segments += [segment] * (len(row.ids) - prompt)
+    return Layout(ids, positions, segments, scored)
+
+
+def positions_and_mask(layouts, device):
+    """The two inputs of the model that packs need: positions (P, T), which token sees which."""
+    segments = padded([layout.segments for layout in layouts], device)  # (P, T)
+    seen = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+    return {"position_ids": padded([layout.positions for layout in layouts], device),
+            "attention_mask": seen.tril()[:, None]}  # (P, 1, T, T)
+
+
+def padded(lists, device):
+    """A table of lists of numbers, padded with 0 on the right."""
+    return pad_sequence([torch.tensor(values) for values in lists], batch_first=True).to(device)
+
+
 def can_pack(model):
     """Whether the model uses plain causal attention throughout, so that packing is exact.
 
@@ -112,6 +140,10 @@ def can_pack(model):
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     plain = model.config._attn_implementation == "sdpa" and not model._is_stateful
     return plain and set(kinds) == {"full_attention"}
+
+
+# -----------------------------------------------------------------------------
+# Logits
 
 
 @contextlib.contextmanager
