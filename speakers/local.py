@@ -121,38 +121,42 @@ class LocalSpeaker(Speaker):
         live = list(range(len(samples)))  # row r of the batch is samples[live[r]]
         for step in range(self.max_new_tokens):
             picked = pick_tokens(logits, uniform[live, step], self.temperature).tolist()
-            for index, token in zip(live, picked, strict=True):
+            staying = []  # rows
+            for row, (index, token) in enumerate(zip(live, picked, strict=True)):
+                sample, prompt = samples[index], prompts[index // n]
                 if token in self.stops:
-                    samples[index].finished = True
+                    sample.finished = True
                 else:
-                    samples[index].tokens.append(token)
-
-            # Samples leave the batch once they are finished, or at a limit.
-            leaving = [row for row, index in enumerate(live)
-                       if samples[index].finished or step == self.max_new_tokens - 1
-                       or len(prompts[index // n]) + step + 1 == self.context]
-            if leaving:
-                if n == 1:
-                    for row in leaving:
-                        index = live[row]
-                        ids = prompts[index] + samples[index].tokens
-                        samples[index].cache = kept_cache(ids, cache, mask[row], row)
-                staying = [row for row in range(len(live)) if row not in leaving]
-                if not staying:
-                    break
+                    sample.tokens.append(token)
+                if not self._is_over(sample, prompt):
+                    staying.append(row)
+                elif n == 1:
+                    sample.cache = kept_cache(prompt + sample.tokens, cache, mask[row], row)
+            if not staying:
+                break
+            if len(staying) < len(live):
                 live = [live[row] for row in staying]
                 picked = [picked[row] for row in staying]
                 rows = torch.tensor(staying, device=self.device)
                 cache.batch_select_indices(rows)
                 mask = mask[rows]
-
-            input_ids = torch.tensor(picked, device=self.device)[:, None]
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
-            positions = mask.sum(1, keepdim=True) - 1
-            logits = self.model(
-                input_ids=input_ids, attention_mask=mask, position_ids=positions,
-                past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = self._read_picked(picked, cache, mask)
         return samples
+
+    def _is_over(self, sample, prompt):
+        """Whether a sample leaves the batch: the model has ended it, or it is at a limit."""
+        length = len(sample.tokens)
+        return (sample.finished or length == self.max_new_tokens
+                or len(prompt) + length == self.context)
+
+    def _read_picked(self, picked, cache, mask):
+        """Read one token in each row; the logits of the next one, (R, V)."""
+        input_ids = torch.tensor(picked, device=self.device)[:, None]
+        positions = mask.sum(1, keepdim=True) - 1
+        return self.model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions,
+            past_key_values=cache, use_cache=True).logits[:, -1]
 
     def _read(self, prompts, caches):
         """Prefill: a cache of all prompts, its mask (R, T), and the next token's logits (R, V).
