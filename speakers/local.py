@@ -168,22 +168,23 @@ class LocalSpeaker(Speaker):
             padding  kept tokens | new tokens
             padding              | padding  new tokens      if the whole prompt is shorter
         """
-        known = [0 if kept is None else common_prefix(ids, kept.ids)
-                 for ids, kept in zip(prompts, caches, strict=True)]  # tokens that a cache holds
-        most_new = max(len(ids) - count for ids, count in zip(prompts, known, strict=True))
-        counts = [max(0, min(count, len(ids) - most_new))
-                  for ids, count in zip(prompts, known, strict=True)]  # those that are reused
-        new_ids = [ids[count:] for ids, count in zip(prompts, counts, strict=True)]
-        past = max(counts)
-        width = past + max(len(ids) for ids in new_ids)
+        # of each row: how many tokens its kept cache holds, and how many of these are reused
+        held = [0 if kept is None else common_prefix(ids, kept.ids)
+                for ids, kept in zip(prompts, caches, strict=True)]
+        most_new = max(len(ids) - count for ids, count in zip(prompts, held, strict=True))
+        reused = [max(0, min(count, len(ids) - most_new))
+                  for ids, count in zip(prompts, held, strict=True)]
+        past = max(reused)  # columns of kept tokens; those of new tokens follow
+        width = past + most_new
         mask = torch.zeros(len(prompts), width, dtype=torch.long, device=self.device)
         input_ids = torch.zeros_like(mask)
-        for row, (ids, count) in enumerate(zip(new_ids, counts, strict=True)):
+        for row, (ids, count) in enumerate(zip(prompts, reused, strict=True)):
+            new_ids = ids[count:]
             mask[row, past - count:past] = 1
-            mask[row, width - len(ids):] = 1
-            input_ids[row, width - len(ids):] = torch.tensor(ids, device=self.device)
+            mask[row, width - len(new_ids):] = 1
+            input_ids[row, width - len(new_ids):] = torch.tensor(new_ids, device=self.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = joined_cache(caches, counts)
+        cache = joined_cache(caches, reused)
         logits = self.model(
             input_ids=input_ids[:, past:], attention_mask=mask, position_ids=positions[:, past:],
             past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
