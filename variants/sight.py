@@ -27,8 +27,9 @@ class Sight:
     def __init__(self, path, privileged):
         self.processor, self.privileged = load_processor(path), privileged
         self.browser = None
-        self.draw = functools.cache(self._draw)  # draws every solution page once
-        # rows of a task, and candidates of a state, come one after the other: few are enough
+        # caches of this object: every solution page is drawn once, and the last openings are kept
+        # (few are enough, as rows of a task, and candidates of a state, follow each other)
+        self.draw = functools.cache(self._draw)
         self.read = functools.lru_cache(8)(self._read)
 
     def opening_reader(self, task, messages):
@@ -38,10 +39,11 @@ class Sight:
         pixels of all tasks at once would fill the memory.
         """
         opening = messages[:request_index(messages) + 1]
-        return functools.partial(self.read, json.dumps([task, opening]))  # a key of the cache
+        return functools.partial(self.read, json.dumps([task, opening]))
 
-    def _read(self, seen):
-        task, messages = json.loads(seen)
+    def _read(self, task_and_opening):
+        """The model's inputs. They are read from JSON: a cache takes a text as its key, no dict."""
+        task, messages = json.loads(task_and_opening)
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
         if self.privileged == "ground_truth" and DOMAINS[task["domain"]].pages:
             picture = self.draw(solution_page(task["ground_truth"]))
@@ -101,15 +103,21 @@ def zero_of_vision(model):
 
 
 def forward_seen(model, ids, input_ids, attention_mask, **seen):
-    """The output for one row, `ids`, with the pictures of its opening, `input_ids`; the model finds
-    their positions.
+    """The output for one row, `ids` (1, T), with the pictures of its opening.
+
+    All else are the model's inputs for the opening alone; the model finds the pictures' places in
+    the ids. The attention mask is left out: a single row has no padding.
     """
-    ids = ids.clone()
-    later = ids[:, input_ids.shape[1]:]  # a view
-    later[later == model.config.image_token_id] = 0  # spelled out by a human, it is no picture
+    opening_length = input_ids.shape[1]
+    later = ids[:, opening_length:]
+    # the token of a picture, spelled out by a human, is no picture
+    later = later.masked_fill(later == model.config.image_token_id, 0)
+    ids = torch.cat([ids[:, :opening_length], later], 1)
+    inputs = {}
     for name, values in seen.items():
-        if values.shape[:2] == input_ids.shape:  # (1, T, ...): the kind of each token, what it sees
+        if values.shape[:2] == input_ids.shape:  # of each token, such as its kind or what it sees
             # later tokens are as the last one of the opening, which is text, too
             last = values[:, -1:].expand(-1, later.shape[1], *values.shape[2:])
-            seen[name] = torch.cat([values, last], 1)
-    return model(input_ids=ids, use_cache=False, **seen)
+            values = torch.cat([values, last], 1)
+        inputs[name] = values
+    return model(input_ids=ids, use_cache=False, **inputs)

@@ -52,7 +52,31 @@ from variants.sight import Sight, forward_seen, vision_value_class
 @dataclasses.dataclass(eq=False)
 class ValueRow(Row):
     outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
-    opening: typing.Callable | None = None  # gives the inputs with pictures, up to the request
+    # with pictures: gives the model's inputs up to the first request, see Sight.opening_reader
+    read_opening: typing.Callable | None = None
+
+
+class SeenDialogue(typing.NamedTuple):
+    """A dialogue as the critic sees it.
+
+    If the model sees pictures, a processor encodes all up to the first request, the opening. Its
+    token ids, `opening_ids`, take the place of the first `text_length` ids of the text.
+    """
+
+    messages: list  # to be encoded as text
+    opening_ids: tuple = ()
+    text_length: int = 0
+    read_opening: typing.Callable | None = None  # for the row
+
+    def text_limit(self, max_length):
+        """The most tokens that the text may have in a row of at most `max_length`."""
+        return max_length - len(self.opening_ids) + self.text_length
+
+    def row(self, ids, turn_index, dropped):
+        """The row of the encoded text: its opening is replaced."""
+        ids = [*self.opening_ids, *ids[self.text_length:]]
+        turn_index = [-1] * len(self.opening_ids) + turn_index[self.text_length:]
+        return ValueRow(ids, turn_index, dropped, read_opening=self.read_opening)
 
 
 class Reader:
@@ -66,11 +90,12 @@ class Reader:
     def dialogue_row(self, episode):
         """The row of an episode; None if its last turn does not fit."""
         messages, finished = agent_view(episode)
-        seen, room, row_of = self._opened(episode["task"], messages)
-        encoded = encode_within(self.tokenizer, seen, room, finished)
+        seen = self._seen(episode["task"], messages)
+        limit = seen.text_limit(self.max_length)
+        encoded = encode_within(self.tokenizer, seen.messages, limit, finished)
         if encoded is None:
             return None
-        row = row_of(*encoded)
+        row = seen.row(*encoded)
         row.outcome = episode["reward"]
         if episode["success"] is not None:
             row.outcome = float(episode["success"])
@@ -78,33 +103,23 @@ class Reader:
 
     def candidate_rows(self, task, messages, texts, finished):
         """A row for each candidate; None if they do not fit."""
-        seen, room, row_of = self._opened(task, messages)
-        encoded = encode_candidates(self.tokenizer, seen, texts, finished, room)
-        return [row_of(*row) for row in encoded] if encoded else None
+        seen = self._seen(task, messages)
+        limit = seen.text_limit(self.max_length)
+        encoded = encode_candidates(self.tokenizer, seen.messages, texts, finished, limit)
+        return [seen.row(*fields) for fields in encoded] if encoded else None
 
-    def _opened(self, task, messages):
-        """(messages to encode, their token limit, a function from what is encoded to a row)."""
-        if self.sight:
-            if DOMAINS[task["domain"]].logged:
-                raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
-                                 " vision-language --model; expected a model of texts")
-            # The processor encodes all up to the first request, with the picture. Its ids take the
-            # place of the first `text_length` ids of the text
-            seen, opening = messages, self.sight.opening_reader(task, messages)
-            opening_ids = opening()["input_ids"][0].tolist()
-            first = messages[:request_index(messages) + 1]
-            text_length = len(encode_dialogue(self.tokenizer, first, generation_prompt=True)[0])
-        else:
-            seen, opening = critic_messages(task, messages, self.privileged), None
-            opening_ids, text_length = [], 0
-        room = self.max_length + text_length - len(opening_ids)
-
-        def row_of(ids, turn_index, dropped):
-            return ValueRow(opening_ids + ids[text_length:],
-                            [-1] * len(opening_ids) + turn_index[text_length:], dropped,
-                            opening=opening)
-
-        return seen, room, row_of
+    def _seen(self, task, messages):
+        """The SeenDialogue of these messages, with the solution as text or as a picture."""
+        if self.sight is None:
+            return SeenDialogue(critic_messages(task, messages, self.privileged))
+        if DOMAINS[task["domain"]].logged:
+            raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
+                             " vision-language --model; expected a model of texts")
+        read_opening = self.sight.opening_reader(task, messages)
+        opening_ids = read_opening()["input_ids"][0].tolist()
+        opening = messages[:request_index(messages) + 1]
+        text_ids, _ = encode_dialogue(self.tokenizer, opening, generation_prompt=True)
+        return SeenDialogue(messages, tuple(opening_ids), len(text_ids), read_opening)
 
 
 # -----------------------------------------------------------------------------
@@ -117,7 +132,7 @@ def turn_values(model, rows):
     A turn's logit belongs to the mean state of all tokens up to its end. The head is linear, so it
     is the mean of the logits at these tokens.
     """
-    if rows[0].opening and len(rows) > 1:  # pictures differ in size: one row at a time
+    if rows[0].read_opening and len(rows) > 1:  # pictures differ in size: one row at a time
         found = [turn_values(model, [row]) for row in rows]
         values = pad_sequence([values[0] for values, _ in found], batch_first=True)
         exists = pad_sequence([exists[0] for _, exists in found], batch_first=True)
@@ -126,8 +141,8 @@ def turn_values(model, rows):
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
                               padding_value=-1)  # (R, T)
     ids, turn_index = ids.to(model.device), turn_index.to(model.device)
-    if rows[0].opening:
-        inputs = rows[0].opening().to(model.device, model.dtype)
+    if rows[0].read_opening:
+        inputs = rows[0].read_opening().to(model.device, model.dtype)
         logits = forward_seen(model, ids, **inputs).logits
     else:
         logits = model(ids, use_cache=False).logits
