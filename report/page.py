@@ -99,31 +99,38 @@ def annotate(policies, critic, held_out):
 
     held_out: ids of tasks that the critic was not trained on.
     """
-    every = [episode for policy in policies.values() for of_seed in policy for episode in of_seed]
-    for episode in every:  # a foreign file may have anything under these names
-        for key, kind in (("advantages", (int, float)), ("credits", str)):
-            given = episode.get(key)
-            sound = isinstance(given, list) and len(given) == episode["turns"]
-            if not sound or not all(value is None or isinstance(value, kind) for value in given):
-                episode[key] = None
-        for key in ("screenshot", "solution_screenshot"):
-            if not isinstance(episode.get(key), str):
-                episode[key] = None
-    episodes = [episode for episode in every if not episode["error"]]
-    if critic:
-        for episode in episodes:
-            episode["advantages"] = None  # the shades have one scale, so all are the critic's
-        add_advantages(critic, with_room(every))
+    episodes = [episode for policy in policies.values() for of_seed in policy
+                for episode in of_seed]
     for episode in episodes:
+        drop_unreadable(episode)
+    played = [episode for episode in episodes if not episode["error"]]
+    if critic:
+        for episode in played:
+            episode["advantages"] = None  # the shades have one scale, so all are the critic's
+        add_advantages(critic, episodes_to_show(episodes))
+    for episode in played:
         episode["held_out"] = episode["task"]["task_id"] in held_out
         if has_toy_credit(episode["task"]):
             episode["credits"] = true_credits(episode)
-    if episodes and DOMAINS[episodes[0]["task"]["domain"]].pages:
+    if played and DOMAINS[played[0]["task"]["domain"]].pages:
         with Browser() as browser:
-            add_screenshots(with_room(every), browser)
+            add_screenshots(episodes_to_show(episodes), browser)
 
 
-def with_room(episodes):
+def drop_unreadable(episode):
+    """Set to None what the page would show but cannot read: a foreign file may have anything."""
+    for key, kind in (("advantages", (int, float)), ("credits", str)):
+        values = episode.get(key)
+        one_each_turn = isinstance(values, list) and len(values) == episode["turns"]
+        if not one_each_turn or not all(isinstance(value, kind) or value is None
+                                        for value in values):
+            episode[key] = None
+    for key in ("screenshot", "solution_screenshot"):
+        if not isinstance(episode.get(key), str):
+            episode[key] = None
+
+
+def episodes_to_show(episodes):
     """The episodes without an error that the page has room for, and a few more, task by task as it
     shows them.
     """
