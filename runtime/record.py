@@ -44,25 +44,31 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path.parent}: found that nothing can be written there ({error}),"
                              f" expected a directory for the output; choose another {flag}"
                              ) from None
-    resumes, grown = path.is_file() and has_output(path), False
-    if resumes:
+    keeps_record = False
+    if path.is_file() and has_output(path):  # this command resumes it, or is refused
         before = read_run(path)
-        changed, grown = changes_since(before, flags, hashes, may_differ)
-        refuse_other_command(path, before, changed, flag)
+        refuse_other_command(path, before, changes_since(before, flags, hashes, may_differ), flag)
         refuse_other_code(path, before, flag)
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
+        keeps_record = is_finished(path) or not any(
+            has_grown(name, before["flags"], flags) for name in COUNTS)
     process.barrier()  # all ranks have read the record and the output before they change
-    if process.leads and (not resumes or (grown and not is_finished(path))):
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        run = {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": process.world,
-               "directory": os.getcwd(), "inputs": hashes,
-               "versions": {"python": platform.python_version()} | versions,
-               "commit": code_commit(), "code": code_of_scripts()}
-        write_atomically(path, json.dumps(run, indent=1) + "\n")
+    if process.leads and not keeps_record:
+        record = record_of_command(flags, hashes, process.world)
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
     process.barrier()
     refuse_unshared_directory(path, flag)
+
+
+def record_of_command(flags, hashes, world_size):
+    """What run.json holds: what the result depends on, and how it was made."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    return {"script": Path(sys.argv[0]).name, "flags": flags, "world_size": world_size,
+            "directory": os.getcwd(), "inputs": hashes,
+            "versions": {"python": platform.python_version()} | versions,
+            "commit": code_commit(), "code": code_of_scripts()}
 
 
 def refuse_unshared_directory(path, flag):
@@ -233,28 +239,34 @@ def file_hash(path):
 
 
 def changes_since(before, flags, hashes, may_differ):
-    """(flags and inputs that differ from an earlier run's record, whether a count grew)."""
-    changed, grown = [], False
+    """In words, the flags and inputs that differ from those of an earlier run's record."""
+    changed = []
     for name in sorted((flags.keys() | before["flags"].keys()) - set(may_differ)):
-        old, new = before["flags"].get(name), flags.get(name)
-        if name in COUNTS and old is not None and (new is None or new > old):
-            grown = True
-        elif new != old and not server_moved(name, before["flags"], flags):
+        same = (flags.get(name) == before["flags"].get(name)
+                or has_grown(name, before["flags"], flags)
+                or server_moved(name, before["flags"], flags))
+        if not same:
             changed.append(name if name in before["flags"] else f"{name} (a new flag)")
     for name in hashes | before["inputs"]:  # the run.json of a model may have come or gone
         if hashes.get(name) != before["inputs"].get(name):
             both = name in hashes and name in before["inputs"]
             changed.append(f"{name} (its content)" if both else name)
-    return changed, grown
+    return changed
 
 
-def server_moved(name, *commands):
-    """Whether a flag of all `commands` is the address of a server whose model another flag names.
+def has_grown(name, old_flags, new_flags):
+    """Whether a flag is a count that is larger than it was; None stands for no limit."""
+    old, new = old_flags.get(name), new_flags.get(name)
+    return name in COUNTS and old is not None and (new is None or new > old)
+
+
+def server_moved(name, old_flags, new_flags):
+    """Whether a flag is, in both commands, the address of a server whose model another flag names.
 
     Such a server may be started again elsewhere, as on a cluster; its model's name is compared.
     """
     return all(flags.get(f"{name}_model") and is_server(flags[name].removeprefix(GRADER))
-               for flags in commands)
+               for flags in (old_flags, new_flags))
 
 
 def has_output(record):
