@@ -148,16 +148,27 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     if model_class is transformers.AutoModelForCausalLM:
         refuse_vision_language(config, path)
     apart = dtype == "bfloat16" and Path(path, MATRICES).is_file() and not merged
-    stored = "auto"  # as in its files; converted below, parameter by parameter
+    read_as = "auto"  # the type in its files; converted below, parameter by parameter
     if is_quantised(config):
-        stored = dtype
+        read_as = dtype
     elif apart or dtype == "float32":
         # matrices are subtracted in fp32; and what is no parameter, such as the scale of Gemma's
         # embeddings, would keep the rounding of the files' type
-        stored = "float32"
+        read_as = "float32"
+    model = read_checkpoint(path, model_class, read_as, options)
+    if apart:
+        model = take_apart(model, path)
+    elif dtype != read_as:  # one by one, so that no rank ever holds the model twice
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(device if move else "cpu", getattr(torch, dtype))
+    return model.to(device) if move else model
+
+
+def read_checkpoint(path, model_class, dtype, options):
+    """The model in a checkpoint, whose weights must be those that its config.json describes."""
     try:
         model, report = model_class.from_pretrained(
-            path, dtype=stored, use_safetensors=True, output_loading_info=True, **options)
+            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).partition("Model type should be one of")[0].strip()  # 200 names follow
         raise SystemExit(
@@ -171,12 +182,7 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
         raise SystemExit(
             f"{path}: weights do not fit config.json (first of them: {first}); expected a"
             " checkpoint of one architecture; train it again or choose another")
-    if apart:
-        model = take_apart(model, path)
-    elif dtype != stored:  # one by one, so that in bf16 ranks never hold copies of the whole model
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(device if move else "cpu", getattr(torch, dtype))
-    return model.to(device) if move else model
+    return model
 
 
 # -----------------------------------------------------------------------------
