@@ -84,31 +84,47 @@ def join_processes(training=False):
         return Process(rank, world, None)
     import torch
 
-    cuda, device = torch.cuda.is_available(), "cpu"
-    if cuda:
-        index = int(os.environ.get("LOCAL_RANK", 0)) if world > 1 else 0
-        gpus = torch.cuda.device_count()
-        if index >= gpus:
-            raise SystemExit(f"found {counted(gpus, 'GPU')} for more processes, expected one for"
-                             f" each; give torchrun --nproc_per_node {gpus}, or set"
-                             " CUDA_VISIBLE_DEVICES= to compute on the CPU")
-        device = f"cuda:{index}"
-        torch.cuda.set_device(device)
+    device = own_device(world)
     if not torch.distributed.is_initialized():
-        # inside init_process_group Python handles no signal, so only SIGKILL ends this process
-        end_with_parent(signal.SIGKILL)
-        # between steps, ranks may finish hours apart; torchrun notices one that dies
-        options = {"timeout": datetime.timedelta(days=7)}
-        if world == 1:  # also where a cluster sets RANK and a port, which several scripts may share
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of other nodes; this needs no network
-            options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
-        torch.distributed.init_process_group("gloo", **options)
-        end_with_parent(signal.SIGTERM)
+        join_group(world)
     group = None
     if training:
         group = torch.distributed.new_group(
-            timeout=datetime.timedelta(minutes=STEP_MINUTES), backend="nccl" if cuda else "gloo")
+            timeout=datetime.timedelta(minutes=STEP_MINUTES),
+            backend="gloo" if device == "cpu" else "nccl")
     return Process(rank, world, device, group)
+
+
+def own_device(world):
+    """Where this process computes: on a GPU of its own, or on the CPU if the machine has no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    index = int(os.environ.get("LOCAL_RANK", 0)) if world > 1 else 0
+    gpus = torch.cuda.device_count()
+    if index >= gpus:
+        raise SystemExit(f"found {counted(gpus, 'GPU')} for more processes, expected one for"
+                         f" each; give torchrun --nproc_per_node {gpus}, or set"
+                         " CUDA_VISIBLE_DEVICES= to compute on the CPU")
+    device = f"cuda:{index}"
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_group(world):
+    """Join torch's default group, by which ranks wait for each other outside of training steps."""
+    import torch
+
+    # inside init_process_group Python handles no signal, so only SIGKILL ends this process
+    end_with_parent(signal.SIGKILL)
+    # between steps, ranks may finish hours apart; torchrun notices one that dies
+    options = {"timeout": datetime.timedelta(days=7)}
+    if world == 1:  # also where a cluster sets RANK and a port, which several scripts may share
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)  # of other nodes; this needs no network
+        options |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **options)
+    end_with_parent(signal.SIGTERM)
 
 
 def end_with_parent(number):
