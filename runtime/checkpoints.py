@@ -57,21 +57,23 @@ def trained_parameters(model):
 def is_complete(output, max_steps, process):
     """Whether the directory holds the finished checkpoint of this very command.
 
-    If so, the leader removes leftovers and prints that training is complete. A run that --max_steps
-    has cut keeps its state, and a larger --max_steps resumes it.
+    A run that --max_steps has cut keeps its state, and a larger --max_steps resumes it.
     """
     if not process.from_leader((output / "config.json").is_file()):
         return False
     state = output / RESUME
-    to_resume = process.from_leader(state.is_dir())
-    if to_resume:
-        to_resume = read_state(state, process)["step"] < (max_steps or math.inf)
-    process.barrier()  # all ranks have looked
-    if process.leads and not to_resume:
+    if not process.from_leader(state.is_dir()):
+        return True
+    return read_state(state, process)["step"] >= (max_steps or math.inf)
+
+
+def close_complete(output, process):
+    """On the leader, remove leftovers of a complete run and say that it is complete."""
+    process.barrier()  # all ranks have looked at what is there
+    if process.leads:
         remove_leftovers(output)
-        cut = " up to --max_steps; a larger one trains on" if state.is_dir() else ""
+        cut = " up to --max_steps; a larger one trains on" if (output / RESUME).is_dir() else ""
         print(f"{output}: training is complete{cut}")
-    return not to_resume
 
 
 def remove_leftovers(output):

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from runtime.checkpoints import (
-    is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
+    close_complete, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
 from runtime.files import ResumableJsonl, write_jsonl
 from runtime.flags import COST_FLAGS
 from runtime.models import refuse_untrainable
@@ -44,7 +44,9 @@ class Run:
         claim_output(self.output / "run.json", vars(args), [*inputs, *run_files(args.model)],
                      self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
-        if not self.complete:
+        if self.complete:
+            close_complete(self.output, self.process)
+        else:
             refuse_untrainable(args.model, args.max_length)
             if args.batch_size < self.world:
                 self.say(f"--batch_size {args.batch_size} is less than the {self.world} processes,"
