@@ -205,18 +205,26 @@ class Run:
         """Save what a resumed run needs: every --save_minutes, and when --max_steps or a signal
         ends the run. After a signal, it raises KeyboardInterrupt.
         """
-        due = self.process.leads and time.monotonic() - self.saved >= self.save_seconds
-        # all ranks save after the same step: the leader's clock says when, or a signal to any rank
-        asked = torch.tensor([due, self.stopping], dtype=torch.int32, device=self.device)
-        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, self.process.group)
-        due, stopping = map(bool, asked.tolist())
-        if done == self.last:
+        if done == self.last:  # a signal stops nothing any more, and `save` follows
             due, stopping = self.last < self.planned, False
+        else:
+            due, stopping = self._due_and_stopping()
         if due or stopping:
             save_state(self.output / RESUME, done, model, optimizer, self.process)
             self.saved = time.monotonic()
         if stopping:
             raise KeyboardInterrupt
+
+    def _due_and_stopping(self):
+        """Whether a state is due by the leader's clock; whether a signal has reached any rank.
+
+        The answer is the same on all ranks, so that all save after the same step.
+        """
+        due = self.process.leads and time.monotonic() - self.saved >= self.save_seconds
+        asked = torch.tensor([due, self.stopping], dtype=torch.int32, device=self.device)
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, self.process.group)
+        due, stopping = map(bool, asked.tolist())
+        return due, stopping
 
     def save(self, model, tokenizer, agent_prompt=None):
         """A checkpoint that from_pretrained opens; the state of an unfinished run stays."""
@@ -238,10 +246,7 @@ class Run:
         self.process.barrier()
 
     def _last_metrics(self):
-        """The last step's numbers, and a warning if its margins show that the model hardly moved.
-
-        Accuracy cannot show this: a difference in the last digit is enough to rank all pairs right.
-        """
+        """In words, the last step's numbers, and a warning if the model hardly moved."""
         lines = [json.loads(line) for line in self.log_file.read_text().splitlines()]
         words = f", after {len(lines)} steps"
         for name, value in lines[-1].items():
@@ -249,10 +254,21 @@ class Run:
                 words += f"; {name} {value:.3g}"
         if len(lines) == 1:
             words += " (the train/ numbers are from before this step)"
-        margins = [line["train/margin"] for line in lines[-20:] if "train/margin" in line]
-        # a train/margin is that before its step, so the first ones are near 0 in any run
-        margin = sum(margins) / 20 if len(margins) == 20 else None
-        margin = lines[-1].get("holdout/margin", margin)
-        if margin is not None and abs(margin) < HARDLY_MOVED:
+        if hardly_moved(lines):
             words += ": the model hardly moved; raise --lr, or train for more steps"
         return words
+
+
+def hardly_moved(lines):
+    """Whether the margins in the lines of a log show that the model has learnt next to nothing.
+
+    Accuracy cannot show this: a difference in the last digit is enough to rank all pairs right.
+    """
+    margin = lines[-1].get("holdout/margin")
+    if margin is None:
+        # a train/margin is that before its step, so the first ones are near 0 in any run
+        margins = [line["train/margin"] for line in lines[-20:] if "train/margin" in line]
+        if len(margins) < 20:
+            return False
+        margin = sum(margins) / 20
+    return abs(margin) < HARDLY_MOVED
