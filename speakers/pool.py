@@ -1,14 +1,14 @@
 """Plain functions side by side, a thread for each; what they ask of a model is computed in batches.
 
-    for row in run(function, jobs, size): ...     function(job) of all jobs, `size` at a time
-    with elsewhere(): ...                         inside a job: wait for a server, the judge, ...
-    answer = gather(compute, request)             inside a job: compute([request, ...]) for many
+    for row in run(function, arguments, size): ...   function(argument) of each, `size` at a time
+    with elsewhere(): ...                            in a job: wait for a server, the judge, ...
+    answer = gather(compute, request)                in a job: compute([request, ...]) for many
 
-A job that gathers sleeps until no other job is awake: each one asks, too, or waits elsewhere. Then
-the thread that iterates over `run` computes one batch, and no other thread ever computes: torch
-keeps one set of threads, Ctrl-C arrives where the work is, and nobody locks a model. Outside of
-`run`, in a notebook or a test, `gather` computes at once, a thread at a time, and `elsewhere` does
-nothing.
+A job is one call function(argument), in a thread of its own. One that gathers sleeps until no other
+job is awake: each one asks, too, or waits elsewhere. Then the thread that iterates over `run`
+computes one batch, and no other thread ever computes: torch keeps one set of threads, Ctrl-C
+arrives where the work is, and nobody locks a model. Outside of `run`, in a notebook or a test,
+`gather` computes at once, a thread at a time, and `elsewhere` does nothing.
 
 Why nothing hangs:
   1. At any time a job is awake, or asks a model, or waits elsewhere, or has ended; `Pool` changes
@@ -29,11 +29,20 @@ import threading
 from concurrent.futures import Future
 
 ALONE = threading.RLock()  # held while a thread outside of `run` computes
-CURRENT = threading.local()  # .job: (its Pool, the Future of its outcome), if the thread has one
+
+
+class Current(threading.local):
+    """What a thread carries out; None and None in a thread outside of `run`."""
+
+    pool = None
+    job = None
+
+
+CURRENT = Current()
 
 
 class Pool:
-    """What the threads of one `run` share. A job is the Future of its outcome."""
+    """What the threads of one `run` share. A job is known by the Future of its outcome."""
 
     def __init__(self, on_answer):
         self.on_answer = on_answer  # called when a job has the answer that it has waited for
@@ -43,8 +52,17 @@ class Pool:
         self.ended = []  # jobs whose outcome was not read yet
         self.over = False  # nobody reads, and nobody computes any more
 
+    def start(self, function, argument):
+        """Start a job in a thread of its own."""
+        job = Future()
+        with self.changed:
+            self.awake.add(job)
+        threading.Thread(
+            target=self.carry_out, args=(job, function, argument), daemon=True).start()
+
     def carry_out(self, job, function, argument):
-        CURRENT.job = self, job
+        """What the thread of a job does."""
+        CURRENT.pool, CURRENT.job = self, job
         try:
             job.set_result(function(argument))
         except BaseException as error:  # it is raised where the outcome is read
@@ -55,6 +73,7 @@ class Pool:
             self.changed.notify()
 
     def sleep(self, job):
+        """Note that a job waits, for a model or elsewhere."""
         with self.changed:
             self.awake.discard(job)
             if not self.awake:
@@ -63,6 +82,13 @@ class Pool:
     def refuse_if_over(self):
         if self.over:
             raise SystemExit("the run has ended")  # ends the thread, silently
+
+    def take_ended(self):
+        """Wait for jobs that have ended, and return them; [] if a batch has to come first."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended or (self.asking and not self.awake))
+            ended, self.ended = self.ended, []
+        return ended
 
     def compute_batch(self):
         """Compute what is asked of the model that most jobs ask; all of them sleep."""
@@ -79,27 +105,21 @@ class Pool:
                 answer.set_result(value)
 
 
-def run(function, jobs, size, on_answer=lambda: None):
-    """Yield function(job) of each job as it ends; what a call raises is raised here.
+def run(function, arguments, size, on_answer=lambda: None):
+    """Yield function(argument) of each argument as it ends; what a call raises is raised here.
 
-    `jobs` is read as calls end, so that it can stop early. A job calls `on_answer` in its thread
-    whenever it has the answer that it has waited for.
+    `arguments` is read as calls end, so that it can stop early. A job calls `on_answer` in its
+    thread whenever it has the answer that it has waited for.
     """
-    pool, jobs, live = Pool(on_answer), iter(jobs), 0
+    pool, waiting, live = Pool(on_answer), iter(arguments), 0
     try:
         while True:
-            for argument in itertools.islice(jobs, size - live):
-                job = Future()
-                with pool.changed:
-                    pool.awake.add(job)
-                threading.Thread(
-                    target=pool.carry_out, args=(job, function, argument), daemon=True).start()
+            for argument in itertools.islice(waiting, size - live):
+                pool.start(function, argument)
                 live += 1
             if not live:
                 return
-            with pool.changed:
-                pool.changed.wait_for(lambda: pool.ended or (pool.asking and not pool.awake))
-                ended, pool.ended = pool.ended, []
+            ended = pool.take_ended()
             if not ended:
                 pool.compute_batch()
             for job in ended:
@@ -115,7 +135,7 @@ def run(function, jobs, size, on_answer=lambda: None):
 @contextlib.contextmanager
 def elsewhere():
     """Wait inside of this for anything but a model in this process; batches do not wait for you."""
-    pool, job = getattr(CURRENT, "job", (None, None))
+    pool, job = CURRENT.pool, CURRENT.job
     if pool is None:
         yield
         return
@@ -151,7 +171,7 @@ class JudgeElsewhere:
 
 def gather(compute, request):
     """compute([request, ...])[i], in one batch with what other jobs ask of the same function."""
-    pool, job = getattr(CURRENT, "job", (None, None))
+    pool, job = CURRENT.pool, CURRENT.job
     if pool is None:
         with ALONE:
             return compute([request])[0]
