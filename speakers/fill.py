@@ -30,15 +30,15 @@ def fill(store, keys, work, speakers, in_flight):
     def work_and_keep(key):  # in a thread of its own: a kill loses nothing that was finished
         row = work(key)
         store.append(row)
-        progress.row(row)
+        progress.add_row(row)
 
     with progress.bar:
-        for _ in run(work_and_keep, waiting, in_flight, progress.call):
+        for _ in run(work_and_keep, waiting, in_flight, on_answer=progress.add_call):
             pass  # the threads have stored their rows
     stop_if_given_up(*speakers)
 
 
-class Outcome:
+class Summary:
     """Mean success and mean reward of rows, where they have them, and how many rows failed."""
 
     def __init__(self, rows):
@@ -63,27 +63,27 @@ class Progress:
     """The leader's bar. Threads tell it of rows, and of calls, which move it between rows."""
 
     def __init__(self, rows, total, process):
-        self.lock, self.outcome, self.calls = threading.Lock(), Outcome(rows), 0
-        self.step = process.world  # the other ranks are about as fast
+        self.lock, self.summary, self.calls = threading.Lock(), Summary(rows), 0
+        self.rows_at_once = process.world  # by one of ours: the other ranks are about as fast
         self.bar = tqdm(total=total, initial=len(rows), miniters=0, **process.bar_args)
 
-    def call(self):
+    def add_call(self):
         """A model, a server or the judge has answered a job."""
         with self.lock:
             self.calls += 1
-            self._draw(0)
+            self._draw(new_rows=0)
 
-    def row(self, row):
+    def add_row(self, row):
         with self.lock:
-            self.outcome.add(row)
-            self._draw(self.step)
+            self.summary.add(row)
+            self._draw(self.rows_at_once)
 
-    def _draw(self, rows):
-        shown = f"{self.outcome}, {counted(self.calls, 'call')}"
-        if self.step > 1:
+    def _draw(self, new_rows):
+        shown = f"{self.summary}, {counted(self.calls, 'call')}"
+        if self.rows_at_once > 1:
             shown = f"of the first process: {shown}"
         self.bar.set_postfix_str(shown, refresh=False)
-        self.bar.update(min(rows, self.bar.total - self.bar.n))
+        self.bar.update(min(new_rows, self.bar.total - self.bar.n))
 
 
 def show_bug():
@@ -96,7 +96,7 @@ def print_summary(rows, args):
     """Print what a finished run has made, and the first failure; stop if all have failed."""
     what = counted(len(rows), "state" if args.states else "episode")
     tasks = counted(len(group_by_task(rows)), "task")
-    print(f"{args.output}: {what} of {tasks}, {Outcome(rows)}")
+    print(f"{args.output}: {what} of {tasks}, {Summary(rows)}")
     if not args.states:
         for hint in hints(rows):
             print(hint)

@@ -13,7 +13,7 @@ import colbench
 from judge import sandbox
 from runtime.processes import Process
 from runtime.training import Run
-from speakers.fill import Outcome, hints
+from speakers.fill import Summary, hints
 
 ALONE = Process(0, 1, None)
 
@@ -236,7 +236,7 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
 
 def test_the_mean_reward_of_episodes_counts_parts_of_rewards():
     rows = [{"success": True, "reward": 1.0}, {"success": False, "reward": 0.5}, {"error": "x"}]
-    assert str(Outcome(rows)) == "success 0.500, reward 0.750, 1 failed"
+    assert str(Summary(rows)) == "success 0.500, reward 0.750, 1 failed"
 
 
 def test_hints_do_not_count_failed_episodes():
