@@ -10,7 +10,7 @@ from pathlib import Path
 
 from colbench import DOMAINS, prompt_of_episode
 from formats.outcome import MOST_REWARD, leak_share
-from runtime.files import ResumableJsonl, expect, read_jsonl, without_nulls
+from runtime.files import expect, read_jsonl, refuse_unfinished, without_nulls
 
 NUMBER = (int, float)
 TASK_KEYS = {"problem_description": str, "ground_truth": str}
@@ -120,7 +120,7 @@ def read_episodes(path, tasks=None, rows=None):
     `tasks` holds those of earlier files, see `check_same_task`. `rows` are those of the file if
     something was added to them.
     """
-    ResumableJsonl.refuse_unfinished(path)
+    refuse_unfinished(path)
     tasks = {} if tasks is None else tasks
     episodes, seen, counts = [], set(), {}
     for where, row in rows or read_jsonl(path):
@@ -196,7 +196,7 @@ def read_candidates(path, ranked=False):
     Omitted are states that failed (`error`), and those that were too long for the ranker, which
     have no advantages.
     """
-    ResumableJsonl.refuse_unfinished(path)
+    refuse_unfinished(path)
     states, seen, omitted = [], set(), 0
     for where, row in read_jsonl(path):
         refuse_other_kind(row, "ranked candidates" if ranked else "candidates", where)

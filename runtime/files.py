@@ -119,6 +119,49 @@ def write_jsonl(path, rows):
     write_atomically(path, as_jsonl(rows))
 
 
+# -----------------------------------------------------------------------------
+# Files that ranks fill: FILE.rank0, FILE.rank1, ..., and FILE once they are merged
+
+
+def rank_files(path):
+    """The files of the ranks that are not merged yet."""
+    return files_that_end(path, r"\.rank\d+")
+
+
+def files_that_end(path, ending):
+    """The files whose name is that of `path` with this ending, a pattern."""
+    path = Path(path)
+    return [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.*"))
+            if re.fullmatch(ending, file.name.removeprefix(path.name))]
+
+
+def files_with_rows(path):
+    """The file, where it is there, and those of the ranks."""
+    path = Path(path)
+    return [path, *rank_files(path)] if path.exists() else rank_files(path)
+
+
+def whole_rows(path):
+    """The rows of the file and of the ranks' files, without half lines that a kill left."""
+    for file in files_with_rows(path):
+        with open(file, "rb") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+
+
+def refuse_unfinished(path):
+    """Stop if the run that makes the file at `path` has not finished it."""
+    parts = rank_files(path)
+    if parts:
+        raise SystemExit(f"{path}: found {parts[0].name} beside it, so the run that makes this"
+                         " file has not finished, expected all of its rows; rerun its command")
+
+
 class ResumableJsonl:
     """A JSONL file that ranks fill row by row, that survives a kill at any moment and ends sorted.
 
@@ -136,9 +179,9 @@ class ResumableJsonl:
         self.lock = threading.Lock()  # threads append rows
         self.failed_again = []  # rows with an error, as long as FILE of an earlier run stays
         if process.leads:
-            for half in self._matches(path, r"(\.rank\d+)?\.tmp\d+"):
+            for half in files_that_end(path, r"(\.rank\d+)?\.tmp\d+"):
                 half.unlink()  # a merge that a kill has cut
-            if self.parts(path):
+            if rank_files(path):
                 self._merge(self._sound_rows().values(), self.part)
         process.barrier()  # nobody reads or appends before the leader has tidied up
         self.rows = self._sound_rows()
@@ -146,7 +189,7 @@ class ResumableJsonl:
 
     def _sound_rows(self):
         """Key -> row, of all rows without an error."""
-        rows = self.whole_rows(self.path)
+        rows = whole_rows(self.path)
         return {self.key(row): row for row in rows if not row.get("error")}
 
     def missing(self, keys):
@@ -184,7 +227,7 @@ class ResumableJsonl:
         ordered = []
         if self.process.leads:
             # of two rows with one key, a failed one and its retry, the later one counts
-            rows = {self.key(row): row for row in self.whole_rows(self.path)}
+            rows = {self.key(row): row for row in whole_rows(self.path)}
             missing = [key for key in order if key not in rows]
             if missing:
                 raise SystemExit(f"{self.path}: found no row of {missing[0]} ({len(missing)} of"
@@ -195,48 +238,9 @@ class ResumableJsonl:
         self.process.barrier()
         return ordered
 
-    @staticmethod
-    def parts(path):
-        """The files of the ranks that are not merged yet."""
-        return ResumableJsonl._matches(path, r"\.rank\d+")
-
-    @staticmethod
-    def _matches(path, ending):
-        """The files whose name is that of `path` with this ending, a pattern."""
-        path = Path(path)
-        return [file for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.*"))
-                if re.fullmatch(ending, file.name.removeprefix(path.name))]
-
-    @staticmethod
-    def files(path):
-        """The file, where it is there, and those of the ranks."""
-        path, parts = Path(path), ResumableJsonl.parts(path)
-        return [path, *parts] if path.exists() else parts
-
-    @staticmethod
-    def refuse_unfinished(path):
-        """Stop if the run that makes the file at `path` has not finished it."""
-        parts = ResumableJsonl.parts(path)
-        if parts:
-            raise SystemExit(f"{path}: found {parts[0].name} beside it, so the run that makes this"
-                             " file has not finished, expected all of its rows; rerun its command")
-
-    @staticmethod
-    def whole_rows(path):
-        """The rows of the file and of the ranks' files, without half lines that a kill left."""
-        for file in ResumableJsonl.files(path):
-            with open(file, "rb") as lines:
-                for line in lines:
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(row, dict):
-                        yield row
-
     def _merge(self, rows, target):
         """Write `rows` to `target`, and remove the other files, which they came from."""
         write_jsonl(target, rows)
-        for file in self.files(self.path):
+        for file in files_with_rows(self.path):
             if file != target:
                 file.unlink()

@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.files import ResumableJsonl, write_atomically
+from runtime.files import (
+    ResumableJsonl, files_with_rows, refuse_unfinished, whole_rows, write_atomically)
 from runtime.names import GRADER, check_checkpoint, is_server
 
 RESUME = "resume"  # the folder of a run's training state, in its output
@@ -153,7 +154,7 @@ def open_rows(path, flags, inputs, process, key, models=(), flag="--output"):
     --batch_size, how many conversations are answered at a time, may differ on resuming.
     """
     record = Path(f"{path}.run.json")
-    if ResumableJsonl.files(path) and not record.is_file():
+    if files_with_rows(path) and not record.is_file():
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"
                          f" command; choose another {flag}")
@@ -223,7 +224,7 @@ def hold_lock(path):
 
 
 def file_hash(path):
-    ResumableJsonl.refuse_unfinished(path)
+    refuse_unfinished(path)
     if Path(path).is_dir():
         inside = Path(path, "ranked.jsonl")
         raise SystemExit(f"{path}: found a directory, expected a file"
@@ -277,7 +278,7 @@ def has_output(record):
     if record.name == "run.json":
         own = ("run.json", ".run.json")
         return any(not path.name.startswith(own) for path in record.parent.iterdir())
-    rows = ResumableJsonl.whole_rows(output_of(record))
+    rows = whole_rows(output_of(record))
     return any(not row.get("error") for row in rows)
 
 

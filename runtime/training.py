@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from runtime.checkpoints import (
     close_complete, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
-from runtime.files import ResumableJsonl, write_jsonl
+from runtime.files import whole_rows, write_jsonl
 from runtime.flags import COST_FLAGS
 from runtime.models import refuse_untrainable
 from runtime.processes import join_processes
@@ -155,7 +155,7 @@ class Run:
             (self.output / "config.json").unlink(missing_ok=True)
             # steps after the state are taken again; a kill may have left half a line
             if self.log_file.exists():
-                rows = ResumableJsonl.whole_rows(self.log_file)
+                rows = whole_rows(self.log_file)
                 write_jsonl(self.log_file, [row for row in rows if row["step"] < start])
         self.process.barrier()  # nodes read at different speeds; from here on, no rank waits long
         self.bar = tqdm(initial=start, total=self.last, unit="step", **self.process.bar_args)

@@ -17,7 +17,7 @@ import speakers
 from colbench import DOMAINS, prompt_of_episode
 from formats.read import custom_prompt, load_episodes, read_candidates, read_episodes
 from judge.sandbox import ANSWER_MARKER
-from runtime.files import ResumableJsonl, read_prompt
+from runtime.files import ResumableJsonl, rank_files, read_prompt, refuse_unfinished
 from runtime.processes import Process
 from speakers import roles
 from speakers.interface import SpeakerError
@@ -353,14 +353,14 @@ def test_a_file_exists_only_when_it_is_finished_however_often_its_run_was_killed
         assert store(path).rows == {0: {"key": 0}}
         assert names(tmp_path) == ["rows.jsonl.rank0"]
         with pytest.raises(SystemExit, match="found rows.jsonl.rank0 beside it.*rerun"):
-            ResumableJsonl.refuse_unfinished(path)
+            refuse_unfinished(path)
     last = store(path)
     last.append({"key": 1, "error": "x"})
     last.finish([0, 1])
     finished = path.read_text()
     assert store(path).missing([0, 1]) == [1]  # a rerun that cannot begin
     assert names(tmp_path) == ["rows.jsonl"] and path.read_text() == finished
-    ResumableJsonl.refuse_unfinished(path)
+    refuse_unfinished(path)
     store(path).append({"key": 1})  # one that can
     assert names(tmp_path) == ["rows.jsonl.rank0"]
     assert store(path).finish([0, 1]) == [{"key": 0}, {"key": 1}]
@@ -395,7 +395,7 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
     rows.append({"key": 0})
     assert [row["key"] for row in rows.finish([0])] == [0]
     assert names(tmp_path) == ["rows.jsonl", "rows.jsonl.rank0.bak", "rows.jsonl.ranked"]
-    ResumableJsonl.refuse_unfinished(path)
+    refuse_unfinished(path)
 
 
 # -----------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_an_output_with_brackets_in_its_name_is_resumed_like_any_other(tmp_path)
     (tmp_path / "rows1.jsonl.rank0").write_text(line(9))  # what [1] would match
     store(path).append({"key": 0})
     assert store(path).rows == {0: {"key": 0}}
-    assert ResumableJsonl.parts(path) == [tmp_path / "rows[1].jsonl.rank0"]
+    assert rank_files(path) == [tmp_path / "rows[1].jsonl.rank0"]
 
 
 def test_what_a_kill_within_a_merge_left_is_removed_and_no_file_of_another_name(tmp_path):

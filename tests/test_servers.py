@@ -14,7 +14,7 @@ from parties import ask_all, collect_now
 
 import speakers
 from colbench import without_thoughts
-from runtime.files import ResumableJsonl
+from runtime.files import whole_rows
 from runtime.names import check_spec
 from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
@@ -605,7 +605,7 @@ def test_a_human_at_a_wrong_path_ends_the_run_which_without_output_blocks_no_cor
     with running(lambda body, seed: "What?") as agent, refusing(404) as wrong:
         with pytest.raises(SystemExit, match=f"answers no request .{wrong.url}: HTTP 404"):
             run(agent, wrong.url)
-        assert all(row["error"] for row in ResumableJsonl.whole_rows(tmp_path / "episodes.jsonl"))
+        assert all(row["error"] for row in whole_rows(tmp_path / "episodes.jsonl"))
         rows = run(agent, "scripted")
     assert rows and not any(row["error"] for row in rows)
 
