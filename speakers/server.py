@@ -122,32 +122,25 @@ class ServerSpeaker(Speaker):
 
     def _request(self, messages, n, seed):
         """The utterances of one request, retried; SpeakerError if there are none."""
-        refused, left_out = False, self.left_out
+        left_out = self.left_out
         began = time.monotonic()
         for attempt in range(self.retries):
             if self.given_up:
                 raise SpeakerError(f"the server was given up: {self.given_up}")
-            asked_pause = 0
             body = self._body(messages, n, seed, left_out)
             try:
-                utterances = utterances_of(self._ask("/chat/completions", body, self.timeout))
+                utterances = self._attempt(body)
+            except Unavailable as error:
+                reason, asked_pause = str(error), error.seconds
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason = str(error)
                 name = error.refused and refused_parameter(reason, body)
                 if name:
                     left_out |= {name}
                     continue
-                refused = error.refused
                 if isinstance(error, WrongAddress) and not self.has_answered:
                     self._give_up(reason)  # no other request would fare better
-                break
-            except Unavailable as error:
-                reason, asked_pause = str(error), error.seconds
-            except (OSError, http.client.HTTPException, *SENSELESS) as error:
-                # the connection was closed, nothing came, or the body is cut or makes no sense
-                reason = self._shown(f"{type(error).__name__}: {error}")
-                if isinstance(error, TimeoutError):  # a slow server may have a long queue
-                    reason += BUSY
+                raise self._failure(reason, error.refused) from None
             else:
                 self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
@@ -158,13 +151,30 @@ class ServerSpeaker(Speaker):
             if attempt < self.retries - 1:
                 back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
                 time.sleep(asked_pause + back_off)
+        raise self._failure(reason)
+
+    def _attempt(self, body):
+        """The utterances of one attempt; Unavailable if a retry may help, SpeakerError if not."""
+        try:
+            return utterances_of(self._ask("/chat/completions", body, self.timeout))
+        except (Unavailable, SpeakerError):
+            raise
+        except (OSError, http.client.HTTPException, *SENSELESS) as error:
+            # the connection was closed, nothing came, or the body is cut or makes no sense
+            reason = self._shown(f"{type(error).__name__}: {error}")
+            if isinstance(error, TimeoutError):  # a slow server may have a long queue
+                reason += BUSY
+            raise Unavailable(reason, seconds=0) from None
+
+    def _failure(self, reason, refused=False):
+        """The SpeakerError of a failed request. After too many in a row, the server is given up."""
         if refused and self.has_answered:
             self.failures_in_a_row = 0  # the server is alive, only this request is wrong
         else:
             self.failures_in_a_row += 1
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             self._give_up(reason)
-        raise SpeakerError(f"{self.url}: {reason}", refused)
+        return SpeakerError(f"{self.url}: {reason}", refused)
 
     def _body(self, messages, n, seed, left_out):
         """A request without some parameters, or with what takes their place."""
@@ -222,21 +232,25 @@ class ServerSpeaker(Speaker):
         except urllib.error.HTTPError as error:
             with error:
                 detail = read_within(error, timeout).decode(errors="replace")
-            detail = " ".join(detail.split())  # pages of proxies have many lines
-            if "Location" in error.headers:  # a redirect
-                detail = f"moved to {error.headers['Location']} ({detail})"
-            reason = f"HTTP {error.code}: {self._shown(detail)}"
-            permanent = error.code == 501  # some servers say so where others say 404
-            if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
-                seconds = retry_after(error)
-                if error.code == 429:
-                    reason += BUSY
-                    if "Retry-After" not in error.headers:
-                        seconds = QUOTA_PAUSES * self.pause
-                raise Unavailable(reason, seconds) from None
-            if error.code in WRONG_ADDRESS_STATUS:
-                raise WrongAddress(reason) from None
-            raise SpeakerError(reason, refused=error.code in REFUSED_STATUS) from None
+            raise self._error_of(error, detail) from None
+
+    def _error_of(self, error, detail):
+        """What to raise for an HTTPError that came with these words of the server."""
+        detail = " ".join(detail.split())  # pages of proxies have many lines
+        if "Location" in error.headers:  # a redirect
+            detail = f"moved to {error.headers['Location']} ({detail})"
+        reason = f"HTTP {error.code}: {self._shown(detail)}"
+        permanent = error.code == 501  # some servers say so where others say 404
+        if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
+            seconds = retry_after(error)
+            if error.code == 429:
+                reason += BUSY
+                if "Retry-After" not in error.headers:
+                    seconds = QUOTA_PAUSES * self.pause
+            return Unavailable(reason, seconds)
+        if error.code in WRONG_ADDRESS_STATUS:
+            return WrongAddress(reason)
+        return SpeakerError(reason, refused=error.code in REFUSED_STATUS)
 
     def _shown(self, text):
         """A server's words for a message, without the API key, which some servers repeat."""
