@@ -53,17 +53,17 @@ def further_leads(leads, results):
     factor, digits = scale(results["metric"], results)
     sentences, clauses, level = [], [], []
     for lead in leads:
-        other = lead["against"]
+        other, points = lead["against"], in_points(lead["difference"], results)
         if abs(factor * lead["difference"]["value"]) < 0.5 * 10**-digits:  # it is written as 0
             level.append(other)
         elif lead["difference"]["value"] < 0:  # errors kept the best from harder tasks
             sentences.append(f"On the tasks that {best} and {other} both finished"
-                             f" ({lead['tasks']}), the difference is"
-                             f" {in_points(lead['difference'], results)}.")
+                             f" ({lead['tasks']}), the difference is {points}.")
+        elif lead["settled"]:
+            clauses.append(f"{other} by {points}")
         else:
-            clauses.append(f"{other} by {in_points(lead['difference'], results)}")
-            if not lead["settled"]:
-                clauses[-1] += f", which is not settled (sign test p = {lead['sign_test_p']:.2g})"
+            clauses.append(f"{other} by {points}, which is not settled (sign test p ="
+                           f" {lead['sign_test_p']:.2g})")
     if clauses:
         sentences.append(f"{best} leads {'; '.join(clauses)}.")
     if level:
@@ -131,32 +131,54 @@ def cautions(results):
 
 def other_reasons(results):
     """Sentences on what else than the policies may explain a difference."""
-    sentences = []
-    humans = {harmless(human) for policy in results["policies"].values()
-              for human in policy["humans"]}
+    policies = results["policies"]
+    return [*different_humans(policies), *different_rules(policies), *different_judges(policies),
+            *bests_of_n(policies)]
+
+
+def different_humans(policies):
+    humans = {harmless(human) for policy in policies.values() for human in policy["humans"]}
     if len(humans) > 1:
-        sentences.append("The dialogues were held with different humans"
-                         f" ({', '.join(sorted(humans))}), so differences between policies may be"
-                         " due to them.")
-    prompts = {tuple(policy["prompts"]) for policy in results["policies"].values()
-               if policy["prompts"] and policy["max_turns"] != 1}
-    limits = {name: policy["max_turns"] for name, policy in results["policies"].items()
-              if policy["max_turns"] and policy["max_turns"] > 1}  # a single turn is a baseline
+        return ["The dialogues were held with different humans"
+                f" ({', '.join(sorted(humans))}), so differences between policies may be due to"
+                " them."]
+    return []
+
+
+def different_rules(policies):
+    """A sentence on limits of turns or, where these agree, on instructions.
+
+    A policy with a single turn is a baseline, which differs in both.
+    """
+    limits = {name: policy["max_turns"] for name, policy in policies.items()
+              if policy["max_turns"] and policy["max_turns"] > 1}
     if len(set(limits.values())) > 1:
         listed = ", ".join(f"{name} {limit}" for name, limit in limits.items())
-        sentences.append(f"The policies had different numbers of turns (--max_turns: {listed}), so"
-                         " differences may be due to them.")
-    elif len(prompts) > 1:
-        sentences.append("The agents had different instructions (agent_prompt in the episodes), so"
-                         " differences may be due to them.")
-    judges = {name: " or ".join(policy["judges"]) for name, policy in results["policies"].items()
+        return [f"The policies had different numbers of turns (--max_turns: {listed}), so"
+                " differences may be due to them."]
+    prompts = {tuple(policy["prompts"]) for policy in policies.values()
+               if policy["prompts"] and policy["max_turns"] != 1}
+    if len(prompts) > 1:
+        return ["The agents had different instructions (agent_prompt in the episodes), so"
+                " differences may be due to them."]
+    return []
+
+
+def different_judges(policies):
+    judges = {name: " or ".join(policy["judges"]) for name, policy in policies.items()
               if policy["judges"]}
     if len(set(judges.values())) > 1:
         listed = ", ".join(f"{name} {harmless(judge) or 'the defaults'}"
                            for name, judge in judges.items())
-        sentences.append(f"The answers were graded with different flags ({listed}), so differences"
-                         " may be due to them.")
-    for name, policy in results["policies"].items():
+        return [f"The answers were graded with different flags ({listed}), so differences may be"
+                " due to them."]
+    return []
+
+
+def bests_of_n(policies):
+    """A sentence for each policy whose turns were chosen among candidates."""
+    sentences = []
+    for name, policy in policies.items():
         for count, scorer in policy["best_of"]:
             sentence = (f"Each turn of {name} was the best of {count} candidates by"
                         f" {harmless(scorer)}.")
