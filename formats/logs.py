@@ -63,7 +63,6 @@ def import_command(args):
 def print_imported(output, episodes, graded):
     """Print what was imported, and what may keep a critic from learning from it."""
     by_task = group_by_task(episodes)
-    failed = sum(bool(episode["error"]) for episode in episodes)
     rewards = [{episode["reward"] for episode in group if not episode["error"]}
                for group in by_task.values()]  # of each task
     unequal = sum(len(of_task) > 1 for of_task in rewards)
@@ -74,33 +73,41 @@ def print_imported(output, episodes, graded):
         said += f"; rewards from {min(found):g} to {max(found):g}"
         said += "" if graded else ", taken as they are"
     print(said)
+    for caution in cautions(episodes, by_task):
+        print(caution)
+    if not unequal:
+        print("No task has different rewards, so nothing can be compared: a critic needs dialogues"
+              " that have a `task` in common and differ in reward.")
+
+
+def cautions(episodes, by_task):
+    """Sentences on episodes that are of no use, or mislead a critic."""
+    failed = sum(bool(episode["error"]) for episode in episodes)
     if failed:
-        print(f"Episodes that an error has stopped, which no stage uses: {failed}")
+        yield f"Episodes that an error has stopped, which no stage uses: {failed}"
     unknown = sum(not episode["task"]["ground_truth"].strip() for episode in episodes)
     if unknown:
-        print(f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
-              " all of them, or --privileged none.")
+        yield (f"Dialogues without ground_truth: {unknown} of {len(episodes)}. A critic needs it in"
+               " all of them, or --privileged none.")
     prompts = sum(len({episode["agent_prompt"] for episode in group}) > 1
                   for group in by_task.values())
     if prompts:
-        print(f"Tasks whose dialogues differ in the system message: {prompts} of {len(by_task)}. A"
-              " critic can then read the outcome from it; give them the same, or tasks of their"
-              " own.")
+        yield (f"Tasks whose dialogues differ in the system message: {prompts} of {len(by_task)}. A"
+               " critic can then read the outcome from it; give them the same, or tasks of their"
+               " own.")
     differ = sum(len({episode["task"]["ground_truth"].strip() for episode in group} - {""}) > 1
                  for group in by_task.values())
     if differ:
-        print(f"Tasks whose dialogues differ in ground_truth: {differ} of {len(by_task)}. A critic"
-              " can then read the outcome from it, and learn nothing of the turns; give all"
-              " dialogues of a task the same text.")
+        yield (f"Tasks whose dialogues differ in ground_truth: {differ} of {len(by_task)}. A critic"
+               " can then read the outcome from it, and learn nothing of the turns; give all"
+               " dialogues of a task the same text.")
     distinct = {(episode["task"]["task_id"], episode["reward"], episode["agent_prompt"],
                  *((message["role"], message["content"])
                    for message in episode["dialogue_history"])) for episode in episodes}
     repeated = len(episodes) - len(distinct)
     if repeated:
-        print(f"Dialogues that repeat an earlier one word for word, and count as often: {repeated}")
-    if not unequal:
-        print("No task has different rewards, so nothing can be compared: a critic needs dialogues"
-              " that have a `task` in common and differ in reward.")
+        yield ("Dialogues that repeat an earlier one word for word, and count as often:"
+               f" {repeated}")
 
 
 def official_episodes(path, rows, prompt):
@@ -207,24 +214,30 @@ def text_of(message):
     calls = message.get("tool_calls") or []
     if message.get("function_call"):  # the older format, whose results have the role "function"
         calls = [{"function": message["function_call"]}]
-    parts = content if isinstance(content, list) else [{"text": content}]  # the format allows both
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if calls and not content:
         texts = []
+    elif isinstance(content, list):  # the format allows parts
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    else:
+        texts = [content]
     try:
-        for call in calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            if isinstance(arguments, str):
-                # a model's invalid JSON stays a text
-                with contextlib.suppress(ValueError, RecursionError):
-                    parsed = json.loads(arguments or "{}")
-                    json.dumps(parsed, ensure_ascii=False).encode()  # so does half a surrogate pair
-                    arguments = parsed
-            called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-            texts.append(f"<tool_call>\n{called}\n</tool_call>")
+        texts += [text_of_call(call) for call in calls]
     except (LookupError, TypeError):
         return None
     return "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+
+
+def text_of_call(call):
+    """A tool call as text; LookupError or TypeError if it has no function with arguments."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    if isinstance(arguments, str):
+        # what a model wrote as invalid JSON, or with half a surrogate pair, stays a text
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments or "{}")
+            json.dumps(parsed, ensure_ascii=False).encode()
+            arguments = parsed
+    called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{called}\n</tool_call>"
 
 
 def faults_of(row):
