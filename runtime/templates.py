@@ -47,7 +47,7 @@ def render(tokenizer, messages, add_generation_prompt=True):
     import jinja2
 
     opens_with_system = messages[0]["role"] == "system" and len(messages) > 1
-    if opens_with_system and leaves_out(tokenizer, "system", opens=True):
+    if opens_with_system and leaves_out_opening_system(tokenizer):
         return render(tokenizer, without_system(messages), add_generation_prompt)
     others = messages[1:] if opens_with_system else messages
     for role in {message["role"] for message in others if message["content"]}:
@@ -84,21 +84,32 @@ def applied(tokenizer, messages, add_generation_prompt=True):
     return tokenizer.apply_chat_template(messages, **options)
 
 
+TWO_TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
+@functools.lru_cache(maxsize=8)
+def leaves_out_opening_system(tokenizer):
+    """Whether the chat template silently writes nothing of a system message that comes first."""
+    if "system" in str(tokenizer.chat_template):
+        return False  # it knows the role, and what to omit of it (toy/base's)
+    return gives_the_same(tokenizer, [{"role": "system", "content": "z"}, *TWO_TURNS], TWO_TURNS)
+
+
 @functools.lru_cache(maxsize=64)
-def leaves_out(tokenizer, role, opens=False):
-    """Whether the chat template silently writes nothing of this role's messages.
+def leaves_out(tokenizer, role):
+    """Whether the chat template silently writes nothing of this role's later messages.
 
     Some templates write a system message only if it opens the dialogue.
     """
+    return gives_the_same(tokenizer, [*TWO_TURNS, {"role": role, "content": "z"}], TWO_TURNS)
+
+
+def gives_the_same(tokenizer, messages, others):
+    """Whether the template makes the same text of both; False if it refuses one of them."""
     import jinja2
 
-    if opens and role in str(tokenizer.chat_template):
-        return False  # it knows the role, and what to omit of it (toy/base's)
-    dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    other = {"role": role, "content": "z"}
-    messages = [other, *dialogue] if opens else [*dialogue, other]
     try:
-        return applied(tokenizer, messages) == applied(tokenizer, dialogue)
+        return applied(tokenizer, messages) == applied(tokenizer, others)
     except jinja2.TemplateError:
         return False
 
