@@ -68,27 +68,38 @@ def check_tasks(path, profile, require_protection):
         raise SystemExit(f"{path}: found {' and '.join(sorted(others))} tasks, expected backend"
                          " tasks, whose tests can be checked")
     watch = functools.partial(tqdm, total=len(tasks), unit="task", desc="solutions")
-    rows, status = check_solutions(tasks, profile, require_protection, watch)
-    lines = [where for where, _ in read_jsonl(path)]
-    tests = {}  # (index of the task, what is wrong) -> names of its tests
-    for index, name, reason in rows:
-        wrong = reason + solution_advice(tasks[index], name, reason)
-        tests.setdefault((index, wrong), []).append(harmless(name))
-    for (index, wrong), names in tests.items():
-        print(f"{lines[index]}, {', '.join(names)}: {wrong}")
-    broken = {index for index, _, _ in rows}
+    # one failure for each test that nobody can pass: (index of its task, its name, why)
+    failures, protections = check_solutions(tasks, profile, require_protection, watch)
+    print_failures(path, tasks, failures)
+    broken = {index for index, _, _ in failures}
     solvable = len(tasks) - len(broken)
     print(f"{solvable} of {len(tasks)} tasks can be solved in full (judge {profile})")
-    for name, active in status.items():
-        missing = "MISSING"
-        if name in SECOND_LINES and all(status[first] for first in REQUIRED):
-            missing += " (a second line of defence; answers are confined without it, too)"
-        print(f"protection {name:14s} {'active' if active else missing}")
-    if rows and len(rows) == sum(len(task["test_cases"]) for task in tasks):
+    print_protections(protections)
+    if failures and len(failures) == sum(len(task["test_cases"]) for task in tasks):
         raise SystemExit("found no test that can be passed, expected at least one: check the task"
                          " file.")
     if broken:
         raise SystemExit(1)  # the lines above say why
+
+
+def print_failures(path, tasks, failures):
+    """A line for each task and reason, with the names of all tests that fail for it."""
+    lines = [where for where, _ in read_jsonl(path)]
+    tests = {}  # (index of the task, what is wrong) -> names of its tests
+    for index, name, reason in failures:
+        wrong = reason + solution_advice(tasks[index], name, reason)
+        tests.setdefault((index, wrong), []).append(harmless(name))
+    for (index, wrong), names in tests.items():
+        print(f"{lines[index]}, {', '.join(names)}: {wrong}")
+
+
+def print_protections(protections):
+    """A line for each protection of the sandbox; name -> whether it is active."""
+    for name, active in protections.items():
+        missing = "MISSING"
+        if name in SECOND_LINES and all(protections[first] for first in REQUIRED):
+            missing += " (a second line of defence; answers are confined without it, too)"
+        print(f"protection {name:14s} {'active' if active else missing}")
 
 
 def solution_advice(task, name, reason):
