@@ -22,8 +22,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 # The file of A and B in a checkpoint directory, beside the merged weights. It is not named
-# *.safetensors, because vLLM would load all such files as weights of the model
+# *.safetensors, because vLLM would load all such files as weights of the model. LAYER.down and
+# LAYER.up are those of the last training, LAYER.base.down and LAYER.base.up those of the one before
+# (and so on), because LoraLinear holds the layer that it started from as `base`
 MATRICES = "lora.matrices"
+EARLIER = ".base"
 # the linear layers that get matrices, by the last part of their names
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -53,7 +56,7 @@ def add_matrices(model, rank, alpha):
     model.requires_grad_(False)
     decoder = model.get_decoder()
     layers = {name: module for name, module in decoder.named_modules()
-              if isinstance(module, nn.Linear | LoraLinear) and not name.endswith(".base")}
+              if isinstance(module, nn.Linear | LoraLinear) and not name.endswith(EARLIER)}
     kinds = {name.split(".")[-1] for name in layers}
     missing = set(LINEAR_LAYERS) - kinds
     if missing:
@@ -99,17 +102,17 @@ def merge(weights, model):
     """(merged weights, matrices) of a checkpoint: name -> fp32 tensor.
 
     The merged weights W + alpha / rank B A have the names of the plain architecture. The matrices
-    are A and alpha / rank B; those of an earlier training have `.base` in their names. `weights` is
-    emptied on the way, so that memory never holds all weights twice.
+    are A and alpha / rank B, named as MATRICES says. `weights` is emptied on the way, so that
+    memory never holds all weights twice.
     """
     merged = {name: weights.pop(name).float() for name in list(weights)}
     matrices = {}
     for name, layer in reversed(lora_layers(model).items()):  # the innermost first
         down, up = merged.pop(f"{name}.down"), layer.scale * merged.pop(f"{name}.up")
-        # matrices of an earlier training around which this one has put no new ones
-        untouched = layer.earlier and not name.endswith(".base")
-        key = f"{name}.base" if untouched else name
-        matrices |= {f"{key}.down": down, f"{key}.up": up}
+        saved_as = name
+        if layer.earlier and not name.endswith(EARLIER):  # this training has put none around it
+            saved_as = name + EARLIER
+        matrices |= {f"{saved_as}.down": down, f"{saved_as}.up": up}
         merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + up @ down
         if f"{name}.base.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base.bias")
@@ -117,7 +120,7 @@ def merge(weights, model):
 
 
 def read_matrices(path):
-    """[(name of a layer, A, alpha / rank B)] of a checkpoint directory, the innermost first."""
+    """[(name, A, alpha / rank B)] of a checkpoint; in a layer, the first training first."""
     matrices = load_file(Path(path, MATRICES))
     names = {name.removesuffix(".down") for name in matrices if name.endswith(".down")}
     return [(name, matrices[f"{name}.down"], matrices[f"{name}.up"])
@@ -137,14 +140,14 @@ def attach(model, name, down, up):
 def load_matrices(model, path):
     """The model that training started from, with the matrices that it has trained. In place."""
     for name, down, up in read_matrices(path):
-        if not name.endswith(".base"):
+        if not name.endswith(EARLIER):  # the model that training started from has the earlier ones
             attach(model, name, down, up)
     return model
 
 
 def take_apart(model, path):
     """Split merged fp32 weights into the frozen weights, in bf16, and the matrices. In place."""
-    matrices = [(name.partition(".base")[0], down, up) for name, down, up in read_matrices(path)]
+    matrices = [(name.partition(EARLIER)[0], down, up) for name, down, up in read_matrices(path)]
     for name, down, up in matrices:
         model.get_submodule(name).weight.data -= up @ down
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay exact
