@@ -78,22 +78,22 @@ def toy_credit(task, history, turn, right=None, max_turns=MAX_TURNS):
 
 
 def credits_of(states):
-    """For each state the true credit of its candidates; the judge works beside this process."""
+    """For each state its candidates' ToyCredits, a list; the judge works beside this process."""
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(credits_of_state, states)
         return list(join_processes().watch(found, "state", "true credit", total=len(states)))
 
 
 def credits_of_state(state):
-    """The true credit of each candidate of a state."""
+    """The ToyCredit of each candidate of a state; equal texts are graded once."""
     task, messages = state["task"], state["messages"]
     history = messages[request_index(messages):]
     max_turns = state.get("max_turns") or MAX_TURNS
-    credits = {}
+    credit_of = {}  # text -> its ToyCredit
     for text in dict.fromkeys(state["candidates"]):
         dialogue = history + [{"role": "assistant", "content": text}]
-        credits[text] = toy_credit(task, dialogue, state["turn"], max_turns=max_turns)
-    return [credits[text] for text in state["candidates"]]
+        credit_of[text] = toy_credit(task, dialogue, state["turn"], max_turns=max_turns)
+    return [credit_of[text] for text in state["candidates"]]
 
 
 def random_advantages(state, seed):
@@ -130,20 +130,20 @@ def credit_pairs(credits, known):
             yield kind, better, worse
 
 
-def credit_auc(states, credits):
-    """How often the truly better of two candidates of a state has the greater advantage.
+def credit_auc(states, credits_of_states):
+    """{"credit_auc/KIND": AUC} for the kinds that occur: how often the truly better of two
+    candidates of a state has the greater advantage.
 
-    `credits` are those of `credits_of`. Ties count half; equal texts are one candidate. Returns
-    {"credit_auc/KIND": AUC} for the kinds that occur.
+    Ties count half; equal texts are one candidate.
     """
     hits = {kind: [] for kind in KINDS}
-    for state, of_candidate in zip(states, credits, strict=True):
+    for state, credits in zip(states, credits_of_states, strict=True):
         texts = state["candidates"]
         distinct = [index for index, text in enumerate(texts) if texts.index(text) == index]
         advantages = [state["advantages"][index] for index in distinct]
-        credit = [of_candidate[index] for index in distinct]
+        credits = [credits[index] for index in distinct]
         known = details_asked(state["messages"]).issuperset(state["task"]["toy"]["needed"])
-        for kind, better, worse in credit_pairs(credit, known):
+        for kind, better, worse in credit_pairs(credits, known):
             if advantages[better] > advantages[worse]:
                 hit = 1.0
             elif advantages[better] == advantages[worse]:
@@ -155,7 +155,7 @@ def credit_auc(states, credits):
     return {f"credit_auc/{kind}": sum(found) / len(found) for kind, found in hits.items() if found}
 
 
-def halves_shares(states, credits):
+def halves_shares(states, credits_of_states):
     """{"halves/right": share, ...} of the pairs that train_policy.py draws by its defaults.
 
     A pair is right if its chosen candidate is truly better, equal if both have the same credit.
@@ -163,9 +163,9 @@ def halves_shares(states, credits):
     from train_policy import state_pairs  # late: toy/ stands below the scripts
 
     counts = Counter()
-    for state, credit in zip(states, credits, strict=True):
+    for state, credits in zip(states, credits_of_states, strict=True):
         for chosen, rejected in state_pairs(state, "halves", pairs_per_state=4, seed=0):
-            chosen_value, rejected_value = credit[chosen].value, credit[rejected].value
+            chosen_value, rejected_value = credits[chosen].value, credits[rejected].value
             if chosen_value > rejected_value:
                 counts["right"] += 1
             elif chosen_value == rejected_value:
@@ -206,8 +206,8 @@ def auc_command(args):
     if not all(isinstance(line.get("step"), int) for line in lines):
         raise SystemExit(f"{args.metrics}: found a line without a step, expected the metrics.jsonl"
                          " of a training run")
-    credits = credits_of(states)
-    found = credit_auc(states, credits) | halves_shares(states, credits)
+    credits_of_states = credits_of(states)
+    found = credit_auc(states, credits_of_states) | halves_shares(states, credits_of_states)
     for name, value in found.items():
         print(f"{name:40s} {value:.4f}")
     if args.metrics:
