@@ -23,27 +23,32 @@ def read_jsonl(path):
             if grows and not line.endswith(b"\n"):
                 continue  # a running or killed process has written half of it
             where = f"{path}: line {line_number}"
-            if line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                raise SystemExit(f"{where}: found a JSON array, expected one JSON object a line;"
-                                 f" jq -c '.[]' {path} writes them so")
-            try:
-                row = json.loads(line)
-                if b"\\u" in line or b"\xed" in line:  # half a surrogate pair breaks tokenizers
-                    json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeDecodeError as error:
-                advice = ""
-                if line.startswith(b"\x1f\x8b"):
-                    advice = "; the file is compressed, so gunzip it first"
-                elif line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    advice = f"; iconv -f UTF-16 -t UTF-8 {path} writes it so"
-                raise SystemExit(f"{where}: found text that is not UTF-8 ({error}), expected UTF-8"
-                                 f"{advice}") from None
-            except (ValueError, RecursionError) as error:
-                raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON object"
-                                 f" on one line; jq -c . {path} writes objects so") from None
-            if not isinstance(row, dict):
-                raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
-            yield where, row
+            yield where, parse_line(line, where, path)
+
+
+def parse_line(line, where, path):
+    """The JSON object in a line, of bytes."""
+    if line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        raise SystemExit(f"{where}: found a JSON array, expected one JSON object a line;"
+                         f" jq -c '.[]' {path} writes them so")
+    try:
+        row = json.loads(line)
+        if b"\\u" in line or b"\xed" in line:  # half a surrogate pair breaks tokenizers
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        advice = ""
+        if line.startswith(b"\x1f\x8b"):
+            advice = "; the file is compressed, so gunzip it first"
+        elif line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            advice = f"; iconv -f UTF-16 -t UTF-8 {path} writes it so"
+        raise SystemExit(f"{where}: found text that is not UTF-8 ({error}), expected UTF-8"
+                         f"{advice}") from None
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON object on one"
+                         f" line; jq -c . {path} writes objects so") from None
+    if not isinstance(row, dict):
+        raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
+    return row
 
 
 def without_nulls(row):
