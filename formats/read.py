@@ -91,10 +91,7 @@ def complete_episode(row, where="episode"):
         if not turns:
             raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an"
                              " agent turn, expected at least one")
-        reward = expect(row, "reward", NUMBER, where)
-        if not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
-            raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1;"
-                             " only logs may have others, which are finite")
+        reward = checked_reward(row, domain, where)
         if domain.has_success:
             success = reward == 1
     if row.get("success") not in (None, success):
@@ -112,6 +109,15 @@ def complete_episode(row, where="episode"):
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
                          " expected an index from 0 up and a share between 0 and 1")
     return episode
+
+
+def checked_reward(row, domain, where):
+    """The reward of an episode that no error has stopped."""
+    reward = expect(row, "reward", NUMBER, where)
+    if not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
+        raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1;"
+                         " only logs may have others, which are finite")
+    return reward
 
 
 def read_episodes(path, tasks=None, rows=None):
@@ -332,9 +338,7 @@ def check_lists(state, ranked, where):
     names = ["candidates", "finished"]
     sound = (all(isinstance(text, str) for text in state["candidates"])
              and all(isinstance(flag, bool) for flag in state["finished"])
-             and all(isinstance(message, dict) and isinstance(message.get("role"), str)
-                     and isinstance(message.get("content"), str) for message in state["messages"])
-             and any(message["role"] == "user" for message in state["messages"]))
+             and is_dialogue(state["messages"]))
     if ranked:
         names.append("advantages")
         sound = sound and all(type(value) in NUMBER and is_finite(value)
@@ -347,3 +351,10 @@ def check_lists(state, ranked, where):
         raise SystemExit(f"{where}: found messages, candidates, finished flags or advantages of"
                          " another type, expected a dialogue that ends before an agent turn, texts,"
                          " booleans and finite numbers; make the file with collect.py --states")
+
+
+def is_dialogue(messages):
+    """Whether these are messages with a role and a text, at least one of them a user's."""
+    sound = all(isinstance(message, dict) and isinstance(message.get("role"), str)
+                and isinstance(message.get("content"), str) for message in messages)
+    return sound and any(message["role"] == "user" for message in messages)
