@@ -41,6 +41,27 @@ def main(args):
     folder = Path(args.output).parent
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()  # fails before the work, if at all
+    training = [read_training(name, path) for name, path in metrics_files(args)]
+    policies = read_policies(args.policies)
+    if policies:
+        results = score(policies)
+        sentences, tables = verdict(results), all_tables(results)
+        if DOMAINS[results["domain"]].logged:  # which turns helped is the question, not who won
+            sentences = [*ranking_sentences(training), *sentences]
+        if args.critic:
+            annotate(policies, open_critic(args.critic), held_out_tasks(args.critic))
+        else:
+            annotate(policies, critic=None, held_out=())
+    else:  # to watch a training run
+        results, sentences, tables = None, training_sentences(training), []
+    data = overview(results, policies, named_files(args.policies), training)
+    data |= {"sentences": sentences, "tables": tables}
+    write_atomically(args.output, page_of(data, policies))
+    print("\n".join([*sentences, f"report: {args.output}"]))
+
+
+def metrics_files(args):
+    """(name, path) of each metrics.jsonl to show: those of --metrics, and that of --critic."""
     metrics = named_files(args.metrics)
     if args.critic:
         of_critic = Path(args.critic, "metrics.jsonl")
@@ -51,20 +72,7 @@ def main(args):
     if len(set(names)) < len(names):
         raise SystemExit(f"found metrics of the names {', '.join(names)}, expected a name of its"
                          " own for each")
-    training = [read_training(name, path) for name, path in metrics]
-    policies = read_policies(args.policies)
-    results, sentences, tables = None, training_sentences(training), []
-    if policies:
-        results = score(policies)
-        sentences, tables = verdict(results), all_tables(results)
-        if DOMAINS[results["domain"]].logged:  # which turns helped is the question, not who won
-            sentences = [*ranking_sentences(training), *sentences]
-        critic = open_critic(args.critic) if args.critic else None
-        annotate(policies, critic, held_out_tasks(args.critic) if critic else ())
-    data = overview(results, policies, named_files(args.policies), training)
-    data |= {"sentences": sentences, "tables": tables}
-    write_atomically(args.output, page_of(data, policies))
-    print("\n".join([*sentences, f"report: {args.output}"]))
+    return metrics
 
 
 def write_pairs(args):
