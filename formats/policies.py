@@ -41,19 +41,20 @@ def shared_tasks(policies):
 
     Every seed must have the same tasks.
     """
-    seeds = [(name, of_seed) for name, policy in policies.items() for of_seed in policy]
-    tasks = {episode["task"]["task_id"]: episode["task"]
-             for _, of_seed in seeds for episode in of_seed}
-    played = [{episode["task"]["task_id"] for episode in of_seed} for _, of_seed in seeds]
-    if any(found != tasks.keys() for found in played):
-        counts = ", ".join(f"{name} {len(found)}"
-                           for (name, _), found in zip(seeds, played, strict=True))
-        missing = [task_id for task_id in tasks if not all(task_id in found for found in played)]
+    episodes = [episode for policy in policies.values() for of_seed in policy
+                for episode in of_seed]
+    tasks = {episode["task"]["task_id"]: episode["task"] for episode in episodes}
+    # of each seed: the name of its policy, the ids of its tasks
+    played = [(name, {episode["task"]["task_id"] for episode in of_seed})
+              for name, policy in policies.items() for of_seed in policy]
+    missing = [task_id for task_id in tasks if not all(task_id in found for _, found in played)]
+    if missing:
+        counts = ", ".join(f"{name} {len(found)}" for name, found in played)
         raise SystemExit(f"found files with different tasks, of {len(tasks)} in all: {counts}"
                          f" (not in every file: {', '.join(missing[:5])}), expected the same tasks"
                          " in all files; play what is missing, or omit a file")
     one_domain(tasks.values())
-    unsolvable = {episode["task"]["task_id"] for _, of_seed in seeds for episode in of_seed
+    unsolvable = {episode["task"]["task_id"] for episode in episodes
                   if SOLUTION_FAILED in episode["reasons"].values()}
     return list(tasks), next(iter(tasks.values()))["domain"], len(unsolvable)
 
@@ -61,15 +62,16 @@ def shared_tasks(policies):
 def facts_of(policy):
     """Who played the episodes of a policy, how they were graded, and what went wrong."""
     episodes = [episode for of_seed in policy for episode in of_seed]
-
-    def found(key):
-        """The values of a key, without None."""
-        return sorted({episode[key] for episode in episodes} - {None})
-
+    chosen = [episode for episode in episodes if (episode.get("best_of_n") or 1) > 1]
     return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
-            "judges": found("judge"), "prompts": found("agent_prompt"),
+            "judges": values_of(episodes, "judge"), "prompts": values_of(episodes, "agent_prompt"),
             "best_of": sorted({(episode["best_of_n"], episode.get("scorer") or "a critic")
-                               for episode in episodes if (episode.get("best_of_n") or 1) > 1}),
+                               for episode in chosen}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,
             "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
+
+
+def values_of(episodes, key):
+    """The values of a key, each once, in order; an episode may have None."""
+    return sorted({episode[key] for episode in episodes if episode[key] is not None})
