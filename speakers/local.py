@@ -88,10 +88,10 @@ class LocalSpeaker(Speaker):
         fitting.sort(key=order)
         for n, same_n in itertools.groupby(fitting, lambda index: requests[index].n):
             for batch in in_batches(same_n, prompts, max(1, self.batch_size // n)):
-                samples = self._answer([requests[index] for index in batch],
-                                       [prompts[index] for index in batch], n)
+                said = self._answer([requests[index] for index in batch],
+                                    [prompts[index] for index in batch], n)
                 for row, index in enumerate(batch):
-                    answers[index] = samples[n * row:n * (row + 1)]
+                    answers[index] = said[n * row:n * (row + 1)]
         return answers
 
     def _answer(self, requests, prompts, n):
