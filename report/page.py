@@ -265,22 +265,33 @@ def packed_episodes(policies, room):
     When room runs out, screenshots are omitted first, then whole tasks.
     """
     tasks, pictures = task_records(policies)
+    scale = strongest_shade(tasks)
+    num_tasks, num_pictures = len(tasks), len(pictures)
+    while True:
+        omitted = {
+            "episodes": sum(len(task["episodes"]) for task in tasks[num_tasks:]),
+            "screenshots": len(pictures) - num_pictures,
+        }
+        data = {"tasks": tasks[:num_tasks], "pictures": pictures[:num_pictures],
+                "scale": scale, "omitted": omitted}
+        packed = base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode()))
+        if len(packed) <= room or num_tasks == 0:
+            return packed.decode()
+        kept_share = max(0, 0.95 * room / len(packed))
+        if num_pictures > 0:
+            num_pictures = int(num_pictures * kept_share)
+        else:
+            num_tasks = int(num_tasks * kept_share)
+
+
+def strongest_shade(tasks):
+    """The size of an advantage from which on a turn has the full colour.
+
+    It is the 95th percentile, so that one outlier does not pale all other turns.
+    """
     sizes = sorted(abs(value) for task in tasks for record in task["episodes"]
                    for value in record["advantages"] if value is not None)
-    # the strongest shade: the 95th percentile, so that one outlier does not pale all other turns
-    scale = sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0
-    data = {"tasks": tasks, "pictures": pictures, "scale": scale or 1.0}
-    while True:
-        data["omitted"] = {
-            "episodes": sum(len(task["episodes"]) for task in tasks[len(data["tasks"]):]),
-            "screenshots": len(pictures) - len(data["pictures"]),
-        }
-        packed = base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode()))
-        if len(packed) <= room or not data["tasks"]:
-            return packed.decode()
-        shortened = "pictures" if data["pictures"] else "tasks"
-        kept = int(len(data[shortened]) * 0.95 * room / len(packed))
-        data[shortened] = data[shortened][:max(0, kept)]
+    return (sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0) or 1.0
 
 
 # -----------------------------------------------------------------------------
