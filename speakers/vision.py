@@ -83,12 +83,13 @@ def refuse_blind(processor, path):
     file = io.BytesIO()
     Image.new("RGB", (64, 64)).save(file, "PNG")
     picture, text = image_part(file.getvalue()), {"type": "text", "text": "x"}
-    shown, alone = ([{"role": "user", "content": parts}] for parts in ([picture, text], [text]))
+    with_picture = [{"role": "user", "content": [picture, text]}]
+    text_alone = [{"role": "user", "content": [text]}]
     try:
-        picture_inputs(processor, [shown])
-        rendered, without_it = (render(processor.tokenizer, local_images(messages))
-                                for messages in (shown, alone))
-        if rendered == without_it:  # transformers 5.20 raises no error of its own
+        picture_inputs(processor, [with_picture])
+        rendered = render(processor.tokenizer, local_images(with_picture))
+        if rendered == render(processor.tokenizer, local_images(text_alone)):
+            # transformers 5.20 raises no error of its own
             raise ValueError("Found total 0 places for a picture")
     except (ValueError, TypeError, IndexError) as error:
         raise SystemExit(f"{path}: found a chat template that takes no pictures ({error}), expected"
