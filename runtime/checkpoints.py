@@ -43,11 +43,17 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
             shutil.copymode(partial / "config.json", path)
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n", encoding="utf-8")
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-            if path.is_dir():  # additional_chat_templates; a folder replaces only an empty one
-                shutil.rmtree(output / path.name, ignore_errors=True)
-            os.replace(path, output / path.name)
-        partial.rmdir()
+        move_into_place(partial, output)
+
+
+def move_into_place(partial, output):
+    """Move all files of a checkpoint, config.json last."""
+    names = [path.name for path in partial.iterdir() if path.name != "config.json"]
+    for name in [*names, "config.json"]:
+        if (partial / name).is_dir():  # additional_chat_templates; it replaces only an empty one
+            shutil.rmtree(output / name, ignore_errors=True)
+        os.replace(partial / name, output / name)
+    partial.rmdir()
 
 
 def trained_parameters(model):
