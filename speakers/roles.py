@@ -109,8 +109,9 @@ def read_prompts(args, tasks, domain):
 
 def open_agent(args, process):
     agent = load_speaker(args.agent, "agent", SpeakerSettings(
-        args.agent_model, args.temperature, args.max_new_tokens, args.batch_size, process.device,
-        args.dtype))
+        model_name=args.agent_model, temperature=args.temperature,
+        max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, device=process.device,
+        dtype=args.dtype))
     if not is_server(args.agent) and not is_scripted(args.agent):
         say_if_untrainable(agent.tokenizer, process.say)
     return agent
@@ -129,37 +130,47 @@ def say_if_untrainable(tokenizer, say):
 
 
 def players(args, agent, human, store):
-    """Who plays, for the episodes: of a server the name of its model.
-
-    Where no flag names the model, the server may have another one when a run is resumed.
-    """
+    """{"agent": ..., "human": ...}: who plays, for the episodes; of a server its model's name."""
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
         spec = getattr(args, role)
-        name = names[role] = getattr(speaker, "model_name", None) or spec
-        # a server that listed no model then is in the rows by its address
-        earlier = {row[role] for row in store.rows.values()}
-        others = {found for found in earlier if not is_server(found)} - {name}
-        if name != spec and others:
-            raise SystemExit(f"{spec}: found the model {name}, expected {min(others)}, which"
-                             f" has played the episodes in {args.output} so far; serve it again, or"
-                             " choose another --output")
+        names[role] = getattr(speaker, "model_name", None) or spec
+        if names[role] != spec:
+            earlier = {row[role] for row in store.rows.values()}
+            refuse_other_model(spec, names[role], earlier, args.output)
     return names
+
+
+def refuse_other_model(url, name, earlier, output):
+    """Refuse a server whose model is another one than when the run began, if no flag names it.
+
+    earlier: who has played the role so far. A server that listed no model then is there by its
+    address.
+    """
+    others = {found for found in earlier if not is_server(found)} - {name}
+    if others:
+        raise SystemExit(f"{url}: found the model {name}, expected {min(others)}, which has played"
+                         f" the episodes in {output} so far; serve it again, or choose another"
+                         " --output")
 
 
 @contextlib.contextmanager
 def open_parties(args, process, domain, store):
-    """Agent, human and judge of the dialogues that `store` lacks, and who they are; while the judge
-    works, models go on with others.
+    """(agent, human, judge, played_by) for the dialogues that `store` lacks.
+
+    `played_by` says in each episode who they are. While the judge grades a dialogue, models answer
+    others (JudgeElsewhere).
     """
     flags = {flag: getattr(args, flag) for flag in domain.flags}
     with domain.open_judge(**flags) as judge:
         # a protection changes no grade
-        said = " ".join(f"--{flag} {value}" for flag, value in flags.items()
-                        if flag != "require_protection" and value is not None)
-        human = load_speaker(args.human, "human", SpeakerSettings(
-            args.human_model, args.human_temperature, args.human_max_new_tokens, args.batch_size,
-            process.device, args.dtype), pictures=domain.pages)
+        judge_flags = " ".join(f"--{flag} {value}" for flag, value in flags.items()
+                               if flag != "require_protection" and value is not None)
+        settings = SpeakerSettings(
+            model_name=args.human_model, temperature=args.human_temperature,
+            max_new_tokens=args.human_max_new_tokens, batch_size=args.batch_size,
+            device=process.device, dtype=args.dtype)
+        human = load_speaker(args.human, "human", settings, pictures=domain.pages)
         agent = open_agent(args, process)
-        played_by = players(args, agent, human, store) | {"judge": said}
+        played_by = players(args, agent, human, store) | {"judge": judge_flags}
         yield agent, human, JudgeElsewhere(judge), played_by

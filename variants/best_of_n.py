@@ -168,10 +168,12 @@ def collect_episodes(args, process):
 
 
 def open_choice(args, process):
+    """The GraderChoice or CriticChoice that --critic names."""
     if args.critic.startswith(GRADER):
         settings = SpeakerSettings(
-            args.critic_model, args.critic_temperature, args.critic_max_new_tokens,
-            args.batch_size, process.device, args.dtype)
+            model_name=args.critic_model, temperature=args.critic_temperature,
+            max_new_tokens=args.critic_max_new_tokens, batch_size=args.batch_size,
+            device=process.device, dtype=args.dtype)
         return GraderChoice(load_speaker(args.critic.removeprefix(GRADER), "grader", settings))
     return CriticChoice(open_critic(args.critic, process.device, args.dtype))
 
