@@ -16,6 +16,7 @@ from colbench import agent_prompt_of, encode_candidates
 from formats.read import group_by_task, load_episodes, read_candidates
 from speakers.interface import SpeakerSettings
 from speakers.local import LocalSpeaker, encode_prompt
+from speakers.local import text_of as sampled_text
 from toy.world import toy_tasks
 from train_policy import (
     PAIRINGS, candidate_pairs, dialogue_pairs, dialogue_row, dpo_loss, dpo_objective,
@@ -137,7 +138,8 @@ def test_training_reads_the_very_tokens_that_sampling_made():
         messages = dialogue(task["problem_description"])
         prompt = encode_prompt(policy.tokenizer, messages)
         samples = policy._generate([prompt], [None], 16, [seed])
-        texts, finished = zip(*map(policy._utterance, samples), strict=True)
+        texts = [sampled_text(policy.tokenizer, sample.tokens) for sample in samples]
+        finished = [sample.finished for sample in samples]
         rows = encode_candidates(policy.tokenizer, messages, texts, finished, 8192)
         for sample, (ids, _, _) in zip(samples, rows, strict=True):
             assert ids == prompt + sample.tokens + ids[-1:] * sample.finished
