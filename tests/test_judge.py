@@ -6,14 +6,21 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import errno
 import fractions
 import json
 import os
+import platform
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import types
 import uuid
 import venv
 from pathlib import Path
@@ -22,10 +29,12 @@ import pytest
 from conftest import ROOT, read_rows
 
 from judge import sandbox
-from judge.handle import Worker
+from judge.calls import install_filter
+from judge.handle import START, Worker, close_workers
 from judge.sandbox import (
     REQUIRED, SOLUTION_FAILED, BackendJudge, Grade, check_solutions, extract_code)
 from judge.values import describe, is_value, reason_of
+from judge.worker import run_child
 
 DOUBLE = {
     "ground_truth": "def f(n):\n    return n * 2",
@@ -269,6 +278,11 @@ def test_reasons_say_what_happened(judge):
     assert set(reasons.values()) == {"raised SyntaxError"}
 
 
+def test_the_name_of_an_exception_is_told_in_ascii(judge):
+    code = "class Übel(Exception): pass\ndef f(): raise Übel"
+    assert judge.outcomes(code, ["f()", "1"], 1.0) == ["raised ?bel", describe(1)]
+
+
 def test_a_test_that_the_solution_fails_stays_in_the_denominator(judge):
     code = "def f(n):\n    return None if n == 1 else n"
     task = {"ground_truth": code, "test_cases": {"a": "f(1)", "b": "f(2)", "c": "f()", "d": "f(3)"}}
@@ -341,6 +355,241 @@ def test_the_machine_is_closed_to_an_answer_that(judge, action):
     grade = judge.grade(DOUBLE, f"{imports}\ndef f(n):\n    {action}\n    return n * 2")
     assert grade.reward == 0
     assert all(reason.startswith("raised") for reason in grade.reasons.values())
+
+
+# -----------------------------------------------------------------------------
+# Each lock alone: behind the others, a hole in one would not show
+
+FILTERED = """
+import ctypes, json, os, sys
+from judge.calls import child_filter, install_filter, worker_filter
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)  # no new privileges
+assert install_filter(libc, worker_filter()) and install_filter(libc, child_filter(os.getpid()))
+"""
+TRY_CALLS = """
+found = {}
+for name, number, *arguments in json.loads(sys.argv[1]):
+    ctypes.set_errno(0)
+    libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    found[name] = ctypes.get_errno()
+print(json.dumps(found))
+"""
+# with arguments of -1, each one fails or does nothing where it is allowed, and not with EPERM
+NEVER = """socket:41 connect:42 accept:43 sendmsg:46 bind:49 listen:50 execve:59 truncate:76
+chmod:90 chown:92 ptrace:101 setresuid:117 mknod:133 prctl:157 mount:165 tkill:200
+io_setup:206 add_key:248 keyctl:250 mknodat:259 fchmodat:268 unshare:272 perf_event_open:298
+sendmmsg:307 setns:308 process_vm_readv:310 process_vm_writev:311 memfd_create:319 bpf:321
+execveat:322 userfaultfd:323 pidfd_open:434 pidfd_getfd:438 io_uring_setup:425
+io_uring_enter:426 landlock_restrict_self:446"""
+SOMETIMES = {
+    "a new process": (56, 0x800), "a signal": (62, 1, 0), "a signal to a thread": (234, 1, 1, 0),
+    "a message to an address": (44, -1, 0, 0, 0, 8, 16),
+    "one to an address without a low half": (44, -1, 0, 0, 0, 1 << 32, 16),
+    "the limits of another process": (302, 1, 7, 0, 0), "a pair for the network": (53, 2, 1, 0, 0),
+    **{f"open, bits {bits:o}": (2, 0, bits) for bits in (0o1000, 0o1003, 0o3)},
+    **{f"openat, bits {bits:o}": (257, -1, 0, bits) for bits in (0o1000, 0o1003, 0o3)},
+}
+needs_x86 = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="names calls by number")
+
+
+def run_alone(code, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+@needs_x86
+def test_the_filters_of_system_calls_alone_refuse_what_no_answer_needs():
+    calls = [(name, int(number), -1, -1, -1, -1, -1, -1)
+             for name, number in (call.split(":") for call in NEVER.split())]
+    calls += [(name, *call) for name, call in SOMETIMES.items()]
+    calls.append(("clone3", 435, 0, 0))
+    found = json.loads(run_alone(FILTERED + TRY_CALLS, json.dumps(calls)).stdout)
+    assert found.pop("clone3") == errno.ENOSYS  # with which the C library takes clone instead
+    assert len(found) == len(calls) - 1
+    assert [name for name, code in found.items() if code != errno.EPERM] == []
+
+
+@needs_x86
+def test_a_call_by_the_interface_of_32_bits_ends_the_process():
+    done = run_alone(FILTERED + (
+        "import mmap\n"
+        "page = mmap.mmap(-1, 4096, prot=7)\n"
+        "page.write(bytes.fromhex('b814000000cd80c3'))\n"  # getpid: eax = 20, int 0x80, return
+        "address = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+        "print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())\n"))
+    assert done.stdout == ""
+    assert done.returncode in (-signal.SIGSYS, -signal.SIGSEGV)  # a kernel without it says SEGV
+
+
+RULED = """
+import ctypes, json, os, socket, sys
+from judge.worker import landlock_rules
+folder, actions = sys.argv[1], json.loads(sys.argv[2])
+os.chdir(folder)
+libc = ctypes.CDLL(None)
+libc.prctl(38, 1, 0, 0, 0)
+assert libc.syscall(446, landlock_rules(libc, folder), 0) == 0
+for action in actions:
+    try:
+        exec(action)
+        print(0)
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+@needs_landlock
+def test_the_file_rules_alone_refuse_what_no_answer_needs(tmp_path):
+    outside, scratch = tmp_path / "outside", tmp_path / "scratch"
+    outside.write_text("secret")
+    scratch.mkdir()
+    version = ctypes.CDLL(None).syscall(444, None, 0, 1)
+    expected = [(code, action) for since, code, action in (
+        (1, 0, "open('mine', 'w')"), (1, 0, "open('/dev/null', 'r+')"),
+        (1, 0, "open('/dev/urandom')"),
+        (1, 0, "open(os.__file__)"), (1, errno.EACCES, "open(os.__file__, 'r+')"),
+        (1, errno.EACCES, f"open({str(outside)!r})"), (1, errno.EACCES, "os.mkfifo('fifo')"),
+        (1, errno.EACCES, f"os.mkdir({str(tmp_path / 'new')!r})"),
+        (1, errno.EACCES, "os.execv(sys.executable, ['python', '-c', ''])"),
+        (3, errno.EACCES, f"os.truncate({str(outside)!r}, 0)"),
+        (4, errno.EACCES, "socket.socket().bind(('127.0.0.1', 0))"),
+        (4, errno.EACCES, "socket.socket().connect(('127.0.0.1', 1))"),
+        (6, errno.EPERM, "os.kill(os.getppid(), 0)"),
+    ) if since <= version]
+    done = run_alone(RULED, scratch, json.dumps([action for _, action in expected]))
+    assert list(map(int, done.stdout.split())) == [code for code, _ in expected], done.stderr
+    assert outside.read_text() == "secret"
+
+
+def test_a_filter_that_the_kernel_refuses_is_not_said_to_be_active():
+    refusing = types.SimpleNamespace(prctl=lambda *_: -1)
+    assert install_filter(refusing, bytes(8)) is False
+
+
+@pytest.mark.parametrize("filtered, ruled", [(-1, 0), (0, -1)])
+def test_a_child_that_cannot_put_on_its_locks_reads_no_job(monkeypatch, filtered, ruled):
+    def end(code):
+        raise SystemExit(code)
+
+    jobs = []
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr("judge.worker.set_limits", lambda limits: True)
+    monkeypatch.setattr("judge.worker.child_filter", lambda process: bytes(8))
+    monkeypatch.setattr("judge.worker.run_job", jobs.append)
+    libc = types.SimpleNamespace(
+        prctl=lambda option, *_: filtered if option == 22 else 0, syscall=lambda *_: ruled)
+    with pytest.raises(SystemExit, match="1"):
+        run_child(libc, 0, os.getppid(), 3, True)
+    assert jobs == []
+
+
+@needs_linux
+@pytest.mark.parametrize("name, most", [
+    ("AS", 1 << 30), ("NOFILE", 64), ("FSIZE", 8 << 20), ("CORE", 0), ("STACK", 16 << 20),
+    ("CPU", 300)])
+def test_no_answer_can_raise_its_limits(judge, name, most):
+    test = f"(lambda soft, hard: 0 <= soft == hard <= {most})(*resource.getrlimit({{}}))"
+    found = judge.outcomes("import resource", [test.format(f"resource.RLIMIT_{name}")], 1)
+    assert found == [describe(True)]
+
+
+def status_of(worker):
+    """What the kernel says of a worker: name -> words."""
+    lines = Path(f"/proc/{worker.process.pid}/status").read_text().splitlines()
+    return {name: words.split() for name, words in (line.split(":", 1) for line in lines)}
+
+
+def change_worker(monkeypatch, change):
+    """Let new workers begin with a line that changes the module `judge.worker`."""
+    line = "from judge.worker import main"
+    monkeypatch.setattr("judge.handle.START", START.replace(
+        line, f"import judge.worker\njudge.worker.{change}\n{line}"))
+
+
+@needs_linux
+@pytest.mark.parametrize("drops_user", [True, False])
+def test_no_worker_has_a_capability_nor_can_gain_one(monkeypatch, drops_user):
+    if not drops_user:
+        change_worker(monkeypatch, "drop_user = lambda folder: False")
+    with BackendJudge(workers=1) as alone:
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+        worker, = alone.workers
+        status = status_of(worker)
+    assert alone.status["privileges"] and status["NoNewPrivs"] == ["1"]
+    for kind in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+        assert int(status[kind][0], 16) == 0, kind
+
+
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="looks at what only root can see or do")
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """A judge whose workers have users of their own, with an interpreter that all can read."""
+    name = f"python3.{sys.version_info.minor}"
+    path = shutil.which(name, path="/usr/local/bin:/usr/bin")
+    if path:
+        monkeypatch.setattr(sys, "executable", path)
+    groups = os.getgroups()
+    os.setgroups([*groups, 4])
+    try:
+        with BackendJudge(workers=2) as judge:
+            if not (judge.status["own user"] and judge.status["own network"]):
+                pytest.skip(f"found no {name} that other users can read, or no own network")
+            yield judge
+    finally:
+        os.setgroups(groups)
+
+
+@needs_root
+def test_a_worker_of_root_has_its_own_user_for_good_and_its_own_network(apart):
+    users = set()
+    for worker in apart.workers:
+        status, folder = status_of(worker), Path(f"/proc/{worker.process.pid}")
+        user, = set(status["Uid"])  # also the saved one, and that of files
+        assert user != "0" and set(status["Gid"]) == {user} and status["Groups"] == []
+        users.add(user)
+        for kind in ("net", "ipc", "uts"):
+            assert os.readlink(folder / "ns" / kind) != os.readlink(f"/proc/self/ns/{kind}")
+    assert len(users) == len(apart.workers)
+    test = "resource.getrlimit(resource.RLIMIT_NPROC)"  # of a user, so it needs one of its own
+    assert apart.outcomes("import resource", [test], 1.0) == [describe((64, 64))]
+
+
+@needs_root
+def test_a_worker_with_its_own_user_removes_folders_that_an_answer_has_closed(apart):
+    before = set(apart.workers)
+    for _ in range(4):  # two on each worker
+        assert apart.outcomes("import os\nos.makedirs('a/b', 0)", ["1"], 1.0) == [describe(1)]
+    assert set(apart.workers) == before
+
+
+@needs_root
+def test_a_worker_stays_root_where_another_user_could_not_read_the_interpreter(
+        monkeypatch, tmp_path):
+    tmp_path.joinpath("private").mkdir(0o700)
+    change_worker(monkeypatch, f"readable_paths = lambda: [{str(tmp_path / 'private')!r}]")
+    worker = Worker()
+    try:
+        assert worker.ready()["own user"] is False
+        assert set(status_of(worker)["Uid"]) == {"0"}
+        assert os.stat(worker.folder).st_uid == 0
+    finally:
+        close_workers({worker})
+
+
+def test_what_an_answer_prints_never_reaches_the_terminal(capfd):
+    with BackendJudge(workers=1) as alone:
+        found = alone.outcomes("import os", ["os.write(1, b'HELLO')", "os.write(2, b'HELLO')"], 1.0)
+    assert found == [describe(5)] * 2
+    assert "HELLO" not in "".join(capfd.readouterr())
+
+
+# -----------------------------------------------------------------------------
+# What workers keep from answers
 
 
 @needs_linux
@@ -424,6 +673,7 @@ def test_tests_after_two_time_outs_of_an_answer_run_in_the_official_profile_alon
     "b'passed\\n' * 99",
     "b'[' * 100 + b'\\n'",
     "(b'=' + b'0' * 32 + b'\\n') * 3 + b'[\\n'",
+    "b'incomparable\\xff\\n'",
 ])
 def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge, noise):
     answer = (
@@ -466,6 +716,64 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+def test_a_worker_that_hangs_is_told_and_ended_with_its_folder(monkeypatch):
+    monkeypatch.setattr("judge.handle.CONTROL_SECONDS", 0.1)
+    worker = Worker()
+    assert worker.control.gettimeout() == 0.1  # else this test would hang, too
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    with pytest.raises(SystemExit, match="not ready after 0.1 seconds"):
+        worker.ready()
+    close_workers({worker})
+    assert worker.process.returncode == -signal.SIGKILL and not os.path.exists(worker.folder)
+
+
+def test_ctrl_c_in_a_terminal_does_not_reach_a_worker(judge):
+    for worker in judge.workers:
+        assert os.getsid(worker.process.pid) == worker.process.pid
+
+
+def test_a_forked_copy_of_the_owner_ends_no_worker():
+    with BackendJudge(workers=1) as alone:
+        before = set(alone.workers)
+        copy = os.fork()
+        if copy == 0:
+            alone.close()
+            os._exit(0)
+        os.waitpid(copy, 0)
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+        assert set(alone.workers) == before
+
+
+def test_a_worker_outlives_the_thread_that_has_started_it():
+    started = []
+    thread = threading.Thread(target=lambda: started.append(BackendJudge(workers=1)))
+    thread.start()
+    thread.join()
+    with started[0] as alone:
+        before = set(alone.workers)
+        time.sleep(0.2)
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+        assert set(alone.workers) == before
+
+
+@needs_linux
+def test_a_child_dies_with_a_worker_that_is_killed():
+    worker = Worker()
+    worker.ready()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(worker.control, [b"j"], [theirs.fileno()])
+        child, = struct.unpack("i", worker.control.recv(4))
+        tests = ["1", "__import__('time').sleep(60)"]
+        ours.sendall(json.dumps({"code": "", "tests": tests, "profile": "fixed"}).encode())
+        ours.shutdown(socket.SHUT_WR)
+        assert ours.recv(100)  # it has put on its locks, and runs the second test
+        worker.process.kill()
+        wait_for_the_end_of([child], seconds=5)
+    close_workers({worker})
+    assert not os.path.exists(worker.folder)
 
 
 @pytest.fixture
@@ -746,3 +1054,38 @@ def test_an_answer_that_sleeps_is_out_of_time_though_it_computes_nothing():
     with BackendJudge(workers=1, seconds=0.5) as quick:
         found = quick.grade(task, "import time\ndef f(n):\n    time.sleep(20)\n    return n")
     assert found.reasons == {"test1": "timed out"}
+
+
+@needs_linux
+def test_an_answer_that_stays_in_the_kernel_is_out_of_time():
+    task = {"ground_truth": "def f(n):\n    return n", "test_cases": {"test1": "f(1)"}}
+    stays = ("import os, time\ndef f(n):\n"
+             "    while time.process_time() < 5: os.urandom(1 << 24)\n    return n")
+    with BackendJudge(workers=1, seconds=0.2) as quick:
+        assert quick.grade(task, stays).reasons == {"test1": "timed out"}
+
+
+def test_an_answer_that_writes_without_an_end_is_ended_at_its_first_bytes(judge):
+    answer = (
+        "import contextlib, os\n"
+        "def f(n):\n"
+        "    while True:\n"
+        "        for fd in range(3, 64):\n"
+        "            with contextlib.suppress(OSError): os.write(fd, b'x' * 4096)\n"
+    )
+    assert set(judge.grade(DOUBLE, answer).reasons.values()) == {"crashed"}
+
+
+def test_a_worker_that_has_ended_before_it_forked_is_noticed():
+    worker = Worker.__new__(Worker)
+    worker.control, its_end = socket.socketpair()
+    with worker.control, its_end:
+        its_end.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError):
+            worker.run(b"", 1, 1.0)
+
+
+def test_an_answer_may_define_classes_that_look_up_their_module(judge):
+    code = ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int'\n"
+            "def f(n):\n    return P(n).x * 2")
+    assert judge.grade(DOUBLE, code).success
