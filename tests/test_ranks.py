@@ -1,18 +1,24 @@
 """What ranks of a training run need: equal work, memory, states, and an end to hangs."""
 
+import contextlib
+import functools
 import re
+import signal
+import subprocess
+import sys
 import time
 import types
 
 import pytest
 import torch
 from conftest import (
-    ROOT, byte_tokenizer, changed_trainer, metrics, read_rows, run_script, tiny_model, training,
-    write_episodes)
+    ROOT, byte_tokenizer, changed_trainer, metrics, read_rows, run_python, run_script, tiny_model,
+    training, write_episodes)
+from safetensors import SafetensorError
 
-from runtime.checkpoints import read_state, wait_for_files
+from runtime.checkpoints import read_state, save_state, wait_for_files, writing
 from runtime.models import open_to_train, remove_noise, shard
-from runtime.processes import Process, join_processes
+from runtime.processes import Process, join_processes, own_rank
 from runtime.training import Run
 
 ALONE = Process(0, 1, "cpu")
@@ -36,6 +42,43 @@ def test_a_process_alone_leads_and_reads_no_port_of_the_cluster(monkeypatch, ran
         monkeypatch.setenv(name, value)
     assert join_processes().leads
     assert join_processes(training=True).leads
+
+
+def test_an_empty_world_size_is_a_process_alone_whatever_rank_a_cluster_has_set(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "")
+    monkeypatch.setenv("RANK", "3")
+    assert join_processes().leads and own_rank() == 0
+
+
+def test_a_process_alone_has_the_first_gpu_whatever_rank_a_cluster_has_set(monkeypatch):
+    for name, value in {"WORLD_SIZE": "1", "RANK": "3", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"cuda.is_available": True, "cuda.device_count": 1, "cuda.set_device": None,
+                        "distributed.is_initialized": True, "distributed.new_group": None}.items():
+        monkeypatch.setattr(f"torch.{name}", lambda *_, value=value, **__: value)
+    assert join_processes(training=True).device == "cuda:0"
+
+
+JOINS = """
+from runtime import processes
+signals = []
+processes.end_with_parent = lambda number: signals.append(int(number))
+print(processes.join_processes(training=True).leads, signals)
+"""
+
+
+def test_a_process_alone_needs_no_network_and_its_parents_death_kills_it_only_while_it_joins():
+    printed = run_python("-c", JOINS, GLOO_SOCKET_IFNAME="interface of another node")
+    assert printed == f"True [{signal.SIGKILL:d}, {signal.SIGTERM:d}]\n"  # SIGTERM saves a state
+
+
+def test_a_run_in_the_background_of_a_shell_stops_at_sigint():
+    code = ("import os, signal\nfrom runtime.processes import launch\n"
+            "launch(lambda args: os.kill(os.getpid(), signal.SIGINT), None)")
+    ignoring = "trap '' INT; exec \"$@\""  # so a shell starts what has a & behind it
+    done = subprocess.run(["sh", "-c", ignoring, "sh", sys.executable, "-c", code],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130 and "Stopped. What was finished is on disk" in done.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -111,6 +154,86 @@ def test_a_state_that_lacks_a_ranks_file_is_refused(tmp_path):
     wait_for_files(tmp_path, 1, patience=0)
     with pytest.raises(SystemExit, match="files of 1 processes, expected 2; all nodes need"):
         wait_for_files(tmp_path, 2, patience=0)
+
+
+def of_two(rank=0):
+    """A process of two that waits for nobody."""
+    return types.SimpleNamespace(rank=rank, world=2, leads=rank == 0, barrier=lambda: None)
+
+
+def test_a_state_replaces_the_last_one_once_the_files_of_all_ranks_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.checkpoints.wait_for_files",
+                        functools.partial(wait_for_files, patience=0))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_state(tmp_path / "resume", 1, model, optimizer, ALONE)
+    with pytest.raises(SystemExit, match="files of 1 processes, expected 2"):
+        save_state(tmp_path / "resume", 2, model, optimizer, of_two())
+    assert read_state(tmp_path / "resume", ALONE)["step"] == 1
+
+
+def test_states_that_kills_have_left_half_written_are_replaced(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for name in ("resume.1.partial", "resume.2.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0.pt").touch()
+    save_state(tmp_path / "resume", 2, model, torch.optim.AdamW(model.parameters()), ALONE)
+    assert [path.name for path in tmp_path.iterdir()] == ["resume"]
+    assert read_state(tmp_path / "resume", ALONE)["step"] == 2
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, SafetensorError, Exception])
+def test_what_a_library_raises_when_it_cannot_write_is_an_error_of_the_disk(tmp_path, raised):
+    with pytest.raises(OSError, match="could not be written .no space"), writing(tmp_path):
+        raise raised("no space")
+    with pytest.raises(KeyError), writing(tmp_path):  # a mistake in the code stays one
+        raise KeyError("name")
+
+
+@pytest.mark.parametrize("done, planned, stopping, saved, ends", [
+    (2, 9, False, False, False), (2, 9, True, True, True),
+    (4, 4, True, False, False),  # after the last step the checkpoint is saved, and no state
+    (4, 9, True, True, False), (4, 9, False, True, False)])  # where --max_steps ends the run
+def test_a_signal_saves_a_state_and_ends_the_run_unless_its_last_step_is_done(
+        monkeypatch, tmp_path, done, planned, stopping, saved, ends):
+    states = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
+    monkeypatch.setattr("runtime.training.save_state", lambda *given: states.append(given[1]))
+    run = Run.__new__(Run)
+    vars(run).update(process=ALONE, device="cpu", output=tmp_path, last=4, planned=planned,
+                     stopping=stopping, save_seconds=1e9, saved=0)
+    with pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext():
+        Run.save_state_if_due(run, done, None, None)
+    assert states == [done] * saved
+
+
+def test_any_number_of_a_step_that_is_not_finite_ends_the_run(monkeypatch):
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
+    process = types.SimpleNamespace(leads=False, group=None)
+    run = types.SimpleNamespace(totals={"train/loss": torch.tensor(1.0)}, world=1, process=process)
+    with pytest.raises(SystemExit, match="step 3: found .*inf.*; lower --lr"):
+        Run.log(run, 3, {"train/gradient": torch.tensor(float("inf"))})
+
+
+def test_a_second_signal_ends_the_run_at_once():
+    run = types.SimpleNamespace(stopping=False)
+    Run._stop_after_step(run, signal.SIGTERM, None)
+    assert run.stopping
+    with pytest.raises(KeyboardInterrupt):
+        Run._stop_after_step(run, signal.SIGTERM, None)
+
+
+def test_signals_mean_after_the_training_what_they_meant_before_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("runtime.training.save_checkpoint", lambda *_: None)
+    before = signal.getsignal(signal.SIGUSR1)
+    run = types.SimpleNamespace(handlers={signal.SIGUSR1: before}, process=of_two(1),
+                                output=tmp_path, bar=types.SimpleNamespace(close=lambda: None))
+    try:
+        signal.signal(signal.SIGUSR1, lambda *_: None)  # as `resume` does
+        Run.save(run, None, None)
+        assert signal.getsignal(signal.SIGUSR1) == before
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 # -----------------------------------------------------------------------------
@@ -215,6 +338,14 @@ def test_ranks_that_hold_other_data_stop_and_are_named(tiny, tmp_path):
     done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
                       check=False)
     assert done.returncode != 0 and "on the ranks [1] than on rank 0" in done.stderr
+
+
+def test_data_that_is_cut_elsewhere_is_other_data():
+    found = []
+    run = types.SimpleNamespace(rank=0, gather=lambda mine: found.append(mine[0]) or mine)
+    for data in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[1, 2], [3]]):
+        Run.refuse_unequal_data(run, data)
+    assert len(set(found)) == 3 and found[0] == found[3]
 
 
 def test_nothing_random_is_left_in_a_model_that_is_trained():
