@@ -127,6 +127,18 @@ def test_text_alone_is_answered_as_a_text_model_would(tiny_vision):
     assert speaker.reply(Request(messages, 1, 3))[0].text == expected
 
 
+def test_a_checkpoints_own_penalties_and_its_missing_pad_token_change_no_answer(
+        tiny_vision, tmp_path):
+    own = {"repetition_penalty": 5.0, "do_sample": True, "top_k": 1}
+    config = json.loads(Path(tiny_vision, "tokenizer_config.json").read_text())
+    other = copy_of(tiny_vision, tmp_path / "other", generation_config_json=json.dumps(own),
+                    tokenizer_config_json=json.dumps(config | {"pad_token": None}))
+    conversations = [conversation(), conversation(None, "white", "a much longer message")]
+    first, second = (answers_of(vision_speaker(path, 12, 1.0), conversations)
+                     for path in (other, tiny_vision))
+    assert first == second
+
+
 @pytest.mark.parametrize("words", [
     "what <|image_pad|>now<end>?", "what now<|image_<|image_pad|>pad|>?"])  # one within another
 def test_a_spelt_out_picture_token_is_only_removed(tiny_vision, words):
