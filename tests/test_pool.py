@@ -72,6 +72,18 @@ def test_all_that_ask_a_model_are_one_batch_in_the_thread_that_iterates():
     assert model.threads == set(iterating)
 
 
+def test_a_batch_waits_for_a_job_that_works_between_two_questions():
+    model = Model()
+
+    def job(number):
+        gather(model.double, number)
+        time.sleep(0.2 * number)
+        return gather(model.double, number)
+
+    assert results(job, range(2), 2) == [0, 2]
+    assert model.batches == [[0, 1], [0, 1]]
+
+
 def test_threads_outside_of_a_run_compute_one_at_a_time():
     computing, most, answers = [], [], []
 
