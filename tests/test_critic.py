@@ -18,7 +18,7 @@ import train_policy
 from collect import states_of
 from colbench import encode_candidates, encode_dialogue, encode_within
 from fast import packed
-from runtime.checkpoints import load_state, save_checkpoint, save_state
+from runtime.checkpoints import load_state, remove_leftovers, save_checkpoint, save_state
 from runtime.models import fp32_head, load_model
 from runtime.processes import Process
 from train_critic import (
@@ -674,3 +674,19 @@ def test_a_checkpoint_opens_once_all_of_it_is_there_and_its_files_have_equal_per
     save_checkpoint(tmp_path, model, tokenizer, None, ALONE)
     modes = {path.stat().st_mode for path in tmp_path.iterdir() if path.is_file()}
     assert len(modes) == 1
+
+
+def test_half_a_checkpoint_that_a_kill_has_left_is_no_part_of_the_next_one(tiny, tmp_path):
+    partial = tmp_path / "checkpoint.partial"
+    partial.mkdir()
+    (partial / "left.json").touch()
+    save_checkpoint(tmp_path, load_model(tiny()), byte_tokenizer(), None, ALONE)
+    assert not (tmp_path / "left.json").exists() and not partial.exists()
+
+
+def test_a_complete_run_leaves_nothing_half_written_and_keeps_its_state(tmp_path):
+    for name in ("checkpoint.partial", "resume.old", "resume.5.partial", "resume"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["resume"]
