@@ -623,13 +623,14 @@ def test_an_answer_that_rebinds_builtins_changes_nothing_of_what_is_said_of_it(j
     assert outcomes == [describe(4), describe([1.5, {"a": ()}]), "raised ZeroDivisionError"]
 
 
-def test_scratch_is_emptied_whatever_the_answer_left_in_it():
+def test_scratch_is_emptied_whatever_the_answer_left_in_it_and_no_link_is_followed(tmp_path):
+    (tmp_path / "mine").touch()
     answer = (
         "import os\n"
         "def f(n):\n"
         "    os.makedirs('a/b')\n"
         "    os.mkdir('c', 0)\n"
-        "    os.symlink('/', 'l')\n"
+        f"    os.symlink({str(tmp_path)!r}, 'l')\n"
         "    for _ in range(3000):\n"
         "        os.mkdir('d')\n"
         "        os.chdir('d')\n"
@@ -639,6 +640,7 @@ def test_scratch_is_emptied_whatever_the_answer_left_in_it():
         assert alone.grade({**DOUBLE, "test_cases": {"test1": "f(1)"}}, answer).success
         seen = alone.outcomes("import os\nassert os.listdir() == []", ["1"], 1.0)
         assert seen == [describe(1)]
+    assert (tmp_path / "mine").exists()
 
 
 def test_an_endless_loop_costs_seconds_once_and_spares_the_results_of_other_tests(judge):

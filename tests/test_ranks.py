@@ -35,15 +35,6 @@ def test_world_size_without_rank_is_refused(monkeypatch):
         join_processes()
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_process_alone_leads_and_reads_no_port_of_the_cluster(monkeypatch, rank):
-    for name, value in {"RANK": rank, "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-                        "MASTER_PORT": "of another script"}.items():
-        monkeypatch.setenv(name, value)
-    assert join_processes().leads
-    assert join_processes(training=True).leads
-
-
 def test_an_empty_world_size_is_a_process_alone_whatever_rank_a_cluster_has_set(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "")
     monkeypatch.setenv("RANK", "3")
@@ -68,7 +59,9 @@ print(processes.join_processes(training=True).leads, signals)
 
 
 def test_a_process_alone_needs_no_network_and_its_parents_death_kills_it_only_while_it_joins():
-    printed = run_python("-c", JOINS, GLOO_SOCKET_IFNAME="interface of another node")
+    cluster = {"RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+               "MASTER_PORT": "of another script", "GLOO_SOCKET_IFNAME": "of another node"}
+    printed = run_python("-c", JOINS, **cluster)
     assert printed == f"True [{signal.SIGKILL:d}, {signal.SIGTERM:d}]\n"  # SIGTERM saves a state
 
 
@@ -221,19 +214,6 @@ def test_a_second_signal_ends_the_run_at_once():
     assert run.stopping
     with pytest.raises(KeyboardInterrupt):
         Run._stop_after_step(run, signal.SIGTERM, None)
-
-
-def test_signals_mean_after_the_training_what_they_meant_before_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("runtime.training.save_checkpoint", lambda *_: None)
-    before = signal.getsignal(signal.SIGUSR1)
-    run = types.SimpleNamespace(handlers={signal.SIGUSR1: before}, process=of_two(1),
-                                output=tmp_path, bar=types.SimpleNamespace(close=lambda: None))
-    try:
-        signal.signal(signal.SIGUSR1, lambda *_: None)  # as `resume` does
-        Run.save(run, None, None)
-        assert signal.getsignal(signal.SIGUSR1) == before
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 # -----------------------------------------------------------------------------
