@@ -94,7 +94,7 @@ def print_failures(path, tasks, failures):
 
 
 def print_protections(protections):
-    """A line for each protection of the sandbox; name -> whether it is active."""
+    """A line for each protection of the sandbox. protections: name -> whether it is active."""
     for name, active in protections.items():
         missing = "MISSING"
         if name in SECOND_LINES and all(protections[first] for first in REQUIRED):

@@ -133,7 +133,7 @@ def other_reasons(results):
     """Sentences on what else than the policies may explain a difference."""
     policies = results["policies"]
     return [*different_humans(policies), *different_rules(policies), *different_judges(policies),
-            *bests_of_n(policies)]
+            *choices_among_candidates(policies)]
 
 
 def different_humans(policies):
@@ -175,7 +175,7 @@ def different_judges(policies):
     return []
 
 
-def bests_of_n(policies):
+def choices_among_candidates(policies):
     """A sentence for each policy whose turns were chosen among candidates."""
     sentences = []
     for name, policy in policies.items():

@@ -91,7 +91,7 @@ def grade_all(tasks: list[dict], answers: list, profile: str = "fixed") -> list[
 @functools.cache
 def shared_judge(process: int, profile: str) -> BackendJudge:
     """The judge of `grade` and `grade_all`, open until this process ends; a fork gets its own."""
-    return BackendJudge(profile)
+    return BackendJudge(profile, workers=min(usable_cores(), 8))
 
 
 def check_solutions(tasks: list[dict], profile: str = "fixed", require_protection: bool = False,
@@ -99,7 +99,7 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
     """Run each solution twice, in new processes; the second time it has as long as an answer.
 
     `watch` is given what comes of each task, and may draw a bar.
-    Returns one row (task index, test name, reason) per test that nobody can pass, or that the
+    Returns one failure (task index, test name, reason) per test that nobody can pass, or that the
     solution is too slow for, and which protections are active.
     """
     runs = []
@@ -107,22 +107,22 @@ def check_solutions(tasks: list[dict], profile: str = "fixed", require_protectio
         with BackendJudge(profile, require_protection) as judge:
             run = functools.partial(judge.expected_of, factor=factor)
             runs.append(list(watch(judge.threads.map(run, tasks))))
-    rows = []
+    failures = []
     for index, (first, second) in enumerate(zip(*runs, strict=True)):
         for name, one in first.items():
             other = second[name]
             if other not in (one, "timed out"):
-                rows.append((index, name, "not deterministic"))
+                failures.append((index, name, "not deterministic"))
             elif one == NOTHING:
-                rows.append((index, name, "the solution returns None"))
+                failures.append((index, name, "the solution returns None"))
             elif one == "incomparable":
-                rows.append((index, name, "the value equals nothing"))
+                failures.append((index, name, "the value equals nothing"))
             elif not is_value(one):
-                rows.append((index, name, f"the solution {one}"))
+                failures.append((index, name, f"the solution {one}"))
             elif other == "timed out":
                 # but a faster answer may pass
-                rows.append((index, name, "the solution takes longer than an answer may"))
-    return rows, judge.status
+                failures.append((index, name, "the solution takes longer than an answer may"))
+    return failures, judge.status
 
 
 class BackendJudge:
@@ -141,8 +141,8 @@ class BackendJudge:
             raise ValueError(f"found the profile {judge!r}, expected 'fixed' or 'official'")
         self.profile, self.seconds = judge, seconds
         self.expected = {}  # key of a task -> test -> what came out of it with the solution
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that share this machine
-        # at most as many as dialogues by default
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # that share this machine
+        # 64: as many dialogues are played at a time by default (--batch_size)
         count = workers or min(max(1, usable_cores() // processes), 64)
         self.workers: set[Worker] = set()
         self.close = weakref.finalize(self, close_workers, self.workers)
@@ -318,6 +318,8 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
         return ""
     if profile == "official":
         return extract_code_officially(answer)
+    if profile != "fixed":
+        raise ValueError(f"found the profile {profile!r}, expected 'fixed' or 'official'")
     text, *after_marker = answer.split(ANSWER_MARKER)
     answers = [part for part in after_marker if part.strip()]
     if answers:

@@ -29,7 +29,7 @@ CANDIDATES=() # the defaults: 16 of each turn of a tenth of the tasks
 if [ -n "${LORA:-}" ]; then
   TRAINING=(--lora_rank 16 --lr 2e-5 --max_length 4096)
   SAMPLING+=(--batch_size 16) # the caches of more dialogues do not fit beside 15 GB of weights
-  CANDIDATES=(--batch_size 64) # of states, no caches are kept
+  CANDIDATES=(--batch_size 64) # candidates keep no caches from turn to turn
 fi
 if [ -n "${SHORT:-}" ]; then
   export CUDA_VISIBLE_DEVICES=

@@ -10,8 +10,8 @@
 # Two nodes of eight, on each:     export NODE=0 (the other: 1); HUMAN_URL=http://human:8000/v1 \
 #     OUT=/shared/backend_8b GLOO_SOCKET_IFNAME=eth0 RUN="torchrun --nnodes 2 --nproc_per_node 8 \
 #     --node_rank $NODE --master_addr node0 --master_port 29500" runs/backend_8b.sh
-#     (which plays and ranks sooner. The paper's batches have eight pairs, so training gains nothing,
-#     and each of its steps moves 58 GB between the nodes: without InfiniBand, take one node)
+#     (which plays and ranks sooner. The paper's batches have eight pairs, so training gains
+#     nothing, and each step moves 58 GB between the nodes: without InfiniBand, take one node)
 # These hours are estimated. 22 to 27 GB of each of eight GPUs, or 137 to 143 GB of one, are counted
 # (docs/scaling.md has both; the critic's 137 GB were measured, too). Ranking takes 37 GB of each
 # GPU. Disk: 300 GB under OUT, which all nodes share.

@@ -27,8 +27,8 @@ TRAIN=(--tasks data/frontend_train.jsonl --num_tasks 1000 --samples_per_task 6)
 TEST=(--tasks data/frontend_test.jsonl --num_tasks 500)
 # ten pages are some 10,000 tokens, so that 64 dialogues at a time would fill 80 GB
 SAMPLING=(--batch_size 16)
-CANDIDATES=(--batch_size 128) # 16 of each turn of a tenth of the tasks; no caches are kept here
-# dialogues are longer than the default; and for the critic, a solution's picture has 6,500 tokens
+CANDIDATES=(--batch_size 128) # 16 of each turn of a tenth of the tasks; these keep no caches
+# some dialogues are longer than the default; for the critic, a picture adds some 6,500 tokens
 TRAINING=(--max_length 16384)
 CRITIC_TRAINING=(--epochs 8)
 RFT=(--successes --epochs 8)

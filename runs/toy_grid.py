@@ -48,7 +48,8 @@ def table(cells):
 
 
 def main(args):
-    cells = {folder.name: table_of(folder) for folder in args.root.glob("*") if folder.is_dir()}
+    folders = sorted(path for path in args.root.glob("*") if path.is_dir())
+    cells = {folder.name: table_of(folder) for folder in folders}
     if not cells:
         raise SystemExit(f"{args.root}: found no cell of the grid, expected the directory of its"
                          " runs; run runs/toy_grid.sh first")

@@ -2,8 +2,8 @@
 # When does it pay? A grid of embedded worlds and numbers of training tasks: a task needs 4 or 5 of
 # 5, 6 or 8 likely details, and there are 200 or 800 tasks. Each cell has the paper's halves, our
 # pairing rule, a critic without the solution, rejection fine-tuning and the base.
-# CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes. The table goes to ROOT/table.json;
-# the committed one is runs/out/toy_grid.json.
+# CELLS="64/10/8/4-5:800" and SEEDS="0" choose; one core. Resumes. The table goes to
+# ROOT/table.json; the committed one is runs/out/toy_grid.json.
 set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 ROOT=${ROOT:-runs/out/grid}

@@ -87,7 +87,8 @@ def tabulate(outcomes):
     counts = {len(numbers) for seeds in outcomes.values() for numbers in seeds.values()}
     if len(counts) > 1:
         raise SystemExit(f"found runs on {' and '.join(map(str, sorted(counts)))} test tasks,"
-                         " expected all on the same")
+                         " expected all on the same; give a directory whose runs had the same test"
+                         " tasks")
     if not counts:
         raise SystemExit("found no test episodes of these policies, expected those that"
                          " runs/toy_seeds.sh writes; give the directory of its runs")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # N seeds of the embedded experiment, with DOMAIN=frontend of pages, and a table of what ROOT has:
-# ROOT/table.json. Resumes; ONLY=toy omits ablations, best of N and round 2. The committed tables are
-# runs/out/toy_seeds.json, runs/out/toy_seeds_frontend.json and, with FULL= in front (the tasks of
-# make toy), runs/out/toy_seeds_225_tasks.json.
+# ROOT/table.json. Resumes; ONLY=toy omits ablations, best of N and round 2. The committed tables
+# are runs/out/toy_seeds.json, runs/out/toy_seeds_frontend.json and, with FULL= in front (the tasks
+# of make toy), runs/out/toy_seeds_225_tasks.json.
 set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 export DOMAIN=${DOMAIN:-backend} FULL=${FULL-1}

@@ -50,7 +50,8 @@ def move_into_place(partial, output):
     """Move all files of a checkpoint, config.json last."""
     names = [path.name for path in partial.iterdir() if path.name != "config.json"]
     for name in [*names, "config.json"]:
-        if (partial / name).is_dir():  # additional_chat_templates; it replaces only an empty one
+        # a folder, such as additional_chat_templates, replaces only an empty one
+        if (partial / name).is_dir():
             shutil.rmtree(output / name, ignore_errors=True)
         os.replace(partial / name, output / name)
     partial.rmdir()

@@ -110,7 +110,8 @@ def merge(weights, model):
     for name, layer in reversed(lora_layers(model).items()):  # the innermost first
         down, up = merged.pop(f"{name}.down"), layer.scale * merged.pop(f"{name}.up")
         saved_as = name
-        if layer.earlier and not name.endswith(EARLIER):  # this training has put none around it
+        # of an earlier training; this one has put no matrices around it
+        if layer.earlier and not name.endswith(EARLIER):
             saved_as = name + EARLIER
         matrices |= {f"{saved_as}.down": down, f"{saved_as}.up": up}
         merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + up @ down
@@ -120,7 +121,7 @@ def merge(weights, model):
 
 
 def read_matrices(path):
-    """[(name, A, alpha / rank B)] of a checkpoint; in a layer, the first training first."""
+    """[(name, A, alpha / rank B)] of a checkpoint; of each layer, the first training first."""
     matrices = load_file(Path(path, MATRICES))
     names = {name.removesuffix(".down") for name in matrices if name.endswith(".down")}
     return [(name, matrices[f"{name}.down"], matrices[f"{name}.up"])

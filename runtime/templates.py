@@ -84,7 +84,7 @@ def applied(tokenizer, messages, add_generation_prompt=True):
     return tokenizer.apply_chat_template(messages, **options)
 
 
-TWO_TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+DIALOGUE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,7 +92,7 @@ def leaves_out_opening_system(tokenizer):
     """Whether the chat template silently writes nothing of a system message that comes first."""
     if "system" in str(tokenizer.chat_template):
         return False  # it knows the role, and what to omit of it (toy/base's)
-    return gives_the_same(tokenizer, [{"role": "system", "content": "z"}, *TWO_TURNS], TWO_TURNS)
+    return gives_the_same(tokenizer, [{"role": "system", "content": "z"}, *DIALOGUE], DIALOGUE)
 
 
 @functools.lru_cache(maxsize=64)
@@ -101,7 +101,7 @@ def leaves_out(tokenizer, role):
 
     Some templates write a system message only if it opens the dialogue.
     """
-    return gives_the_same(tokenizer, [*TWO_TURNS, {"role": role, "content": "z"}], TWO_TURNS)
+    return gives_the_same(tokenizer, [*DIALOGUE, {"role": role, "content": "z"}], DIALOGUE)
 
 
 def gives_the_same(tokenizer, messages, others):

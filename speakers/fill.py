@@ -64,7 +64,7 @@ class Progress:
 
     def __init__(self, rows, total, process):
         self.lock, self.summary, self.calls = threading.Lock(), Summary(rows), 0
-        self.rows_at_once = process.world  # by one of ours: the other ranks are about as fast
+        self.step = process.world  # rows for each of ours: the other ranks are about as fast
         self.bar = tqdm(total=total, initial=len(rows), miniters=0, **process.bar_args)
 
     def add_call(self):
@@ -76,11 +76,11 @@ class Progress:
     def add_row(self, row):
         with self.lock:
             self.summary.add(row)
-            self._draw(self.rows_at_once)
+            self._draw(self.step)
 
     def _draw(self, new_rows):
         shown = f"{self.summary}, {counted(self.calls, 'call')}"
-        if self.rows_at_once > 1:
+        if self.step > 1:
             shown = f"of the first process: {shown}"
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(min(new_rows, self.bar.total - self.bar.n))

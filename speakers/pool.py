@@ -32,7 +32,7 @@ ALONE = threading.RLock()  # held while a thread outside of `run` computes
 
 
 class Current(threading.local):
-    """What a thread carries out; None and None in a thread outside of `run`."""
+    """The pool and the job of a thread; both are None outside of `run`."""
 
     pool = None
     job = None

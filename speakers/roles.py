@@ -130,7 +130,7 @@ def say_if_untrainable(tokenizer, say):
 
 
 def players(args, agent, human, store):
-    """{"agent": ..., "human": ...}: who plays, for the episodes; of a server its model's name."""
+    """Who plays, as episodes say it: {"agent": ..., "human": ...}, a server by its model's name."""
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
         spec = getattr(args, role)
@@ -163,7 +163,7 @@ def open_parties(args, process, domain, store):
     """
     flags = {flag: getattr(args, flag) for flag in domain.flags}
     with domain.open_judge(**flags) as judge:
-        # a protection changes no grade
+        # --require_protection changes no grade, so it is left out
         judge_flags = " ".join(f"--{flag} {value}" for flag, value in flags.items()
                                if flag != "require_protection" and value is not None)
         settings = SpeakerSettings(

@@ -140,7 +140,7 @@ class ServerSpeaker(Speaker):
                     continue
                 if isinstance(error, WrongAddress) and not self.has_answered:
                     self._give_up(reason)  # no other request would fare better
-                raise self._failure(reason, error.refused) from None
+                raise self._counted_failure(reason, error.refused) from None
             else:
                 self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
@@ -151,7 +151,7 @@ class ServerSpeaker(Speaker):
             if attempt < self.retries - 1:
                 back_off = self.pause * 2**attempt * random.uniform(0.5, 1)
                 time.sleep(asked_pause + back_off)
-        raise self._failure(reason)
+        raise self._counted_failure(reason)
 
     def _attempt(self, body):
         """The utterances of one attempt; Unavailable if a retry may help, SpeakerError if not."""
@@ -166,7 +166,7 @@ class ServerSpeaker(Speaker):
                 reason += BUSY
             raise Unavailable(reason, seconds=0) from None
 
-    def _failure(self, reason, refused=False):
+    def _counted_failure(self, reason, refused=False):
         """The SpeakerError of a failed request. After too many in a row, the server is given up."""
         if refused and self.has_answered:
             self.failures_in_a_row = 0  # the server is alive, only this request is wrong
@@ -338,7 +338,7 @@ class WrongAddress(SpeakerError):
 
 
 class Unavailable(OSError):
-    """A server's error that may be temporary, and the seconds that the server asks to wait."""
+    """An error that may be temporary, and the seconds that the server asks to wait (0: none)."""
 
     def __init__(self, reason, seconds):
         super().__init__(reason)

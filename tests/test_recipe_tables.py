@@ -53,3 +53,5 @@ def test_the_grid_has_a_row_for_each_cell(tmp_path):
     assert [row[2].split()[0] for row in rows] == ["66.7", "83.3"] * 2
     again = run_script("runs/toy_grid.py", root).stdout
     assert again == printed
+    cells = list(json.loads((root / "table.json").read_text()))
+    assert cells == sorted(cells)

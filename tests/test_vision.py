@@ -322,6 +322,16 @@ def test_a_dialogue_scored_at_once_has_the_scores_of_its_turns_one_by_one(critic
     assert scores == pytest.approx(single, abs=1e-4)
 
 
+@needs_chromium
+def test_one_browser_draws_each_solution_page_once(critic):
+    sight, browsers, drawn = critic.reader.sight, set(), []
+    for page in ("<p>first", "<p>second", "<p>first"):
+        sight.draw(page)
+        browsers.add(sight.browser)
+        drawn.append(sight.browser.pages_left)
+    assert len(browsers) == 1 and drawn[0] - 1 == drawn[1] == drawn[2]
+
+
 def test_no_picture_is_drawn_or_seen_without_privileged_access(tiny_vision, tmp_path, monkeypatch):
     monkeypatch.setattr(variants.sight, "Browser", None)
     save_critic(tmp_path / "blind", tiny_vision, "none")

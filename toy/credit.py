@@ -78,7 +78,7 @@ def toy_credit(task, history, turn, right=None, max_turns=MAX_TURNS):
 
 
 def credits_of(states):
-    """For each state its candidates' ToyCredits, a list; the judge works beside this process."""
+    """For each state, a list of its candidates' ToyCredits; the judge works beside this process."""
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(credits_of_state, states)
         return list(join_processes().watch(found, "state", "true credit", total=len(states)))
@@ -134,16 +134,17 @@ def credit_auc(states, credits_of_states):
     """{"credit_auc/KIND": AUC} for the kinds that occur: how often the truly better of two
     candidates of a state has the greater advantage.
 
-    Ties count half; equal texts are one candidate.
+    `credits_of_states` is what `credits_of` returns. Ties count half; equal texts are one
+    candidate.
     """
     hits = {kind: [] for kind in KINDS}
     for state, credits in zip(states, credits_of_states, strict=True):
         texts = state["candidates"]
         distinct = [index for index, text in enumerate(texts) if texts.index(text) == index]
         advantages = [state["advantages"][index] for index in distinct]
-        credits = [credits[index] for index in distinct]
+        of_distinct = [credits[index] for index in distinct]
         known = details_asked(state["messages"]).issuperset(state["task"]["toy"]["needed"])
-        for kind, better, worse in credit_pairs(credits, known):
+        for kind, better, worse in credit_pairs(of_distinct, known):
             if advantages[better] > advantages[worse]:
                 hit = 1.0
             elif advantages[better] == advantages[worse]:

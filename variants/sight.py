@@ -42,7 +42,7 @@ class Sight:
         return functools.partial(self.read, json.dumps([task, opening]))
 
     def _read(self, task_and_opening):
-        """The model's inputs. They are read from JSON: a cache takes a text as its key, no dict."""
+        """The model's inputs. The argument is JSON, since a dict cannot be the key of a cache."""
         task, messages = json.loads(task_and_opening)
         picture = None  # without one, as for a page that cannot be drawn, the critic reads its text
         if self.privileged == "ground_truth" and DOMAINS[task["domain"]].pages:
@@ -105,8 +105,8 @@ def zero_of_vision(model):
 def forward_seen(model, ids, input_ids, attention_mask, **seen):
     """The output for one row, `ids` (1, T), with the pictures of its opening.
 
-    All else are the model's inputs for the opening alone; the model finds the pictures' places in
-    the ids. The attention mask is left out: a single row has no padding.
+    The other arguments are the model's inputs for the opening alone; the model finds the places of
+    the pictures in the ids. The attention mask is left out: a single row has no padding.
     """
     opening_length = input_ids.shape[1]
     later = ids[:, opening_length:]
