@@ -28,7 +28,8 @@ LOGITS_AT_ONCE = 512  # scored tokens whose logits are in fp32 at a time
 def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
     """
-    distinct = {tokens_of(row): row for row in rows}  # equal rows are computed once
+    keys = [tokens_of(row) for row in rows]
+    distinct = dict(zip(keys, rows, strict=True))  # equal rows are computed once
     number = {row: index for index, row in enumerate(distinct.values())}
     packs = pack_rows(distinct.values(), PACK_TOKENS if can_pack(model) else 0)
     layouts = [lay_out(pack) for pack in packs]
@@ -52,7 +53,7 @@ def turn_logprobs(model, rows):
         (row_of, turn_of), logprobs, accumulate=True)
     tokens = target.new_zeros(sums.shape).index_put(
         (row_of, turn_of), torch.ones_like(target), accumulate=True)
-    order = [number[distinct[tokens_of(row)]] for row in rows]
+    order = [number[distinct[key]] for key in keys]
     return sums[order], tokens[order]
 
 

@@ -291,7 +291,8 @@ def strongest_shade(tasks):
     """
     sizes = sorted(abs(value) for task in tasks for record in task["episodes"]
                    for value in record["advantages"] if value is not None)
-    return (sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0) or 1.0
+    shade = sizes[int(0.95 * (len(sizes) - 1))] if sizes else 0.0
+    return shade or 1.0  # where all are 0, too
 
 
 # -----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_rows
+from conftest import ROOT, read_rows, run_python
 
 from judge import sandbox
 from judge.calls import install_filter
@@ -395,18 +395,13 @@ needs_x86 = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="names calls by number")
 
 
-def run_alone(code, *arguments):
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=60)
-
-
 @needs_x86
 def test_the_filters_of_system_calls_alone_refuse_what_no_answer_needs():
     calls = [(name, int(number), -1, -1, -1, -1, -1, -1)
              for name, number in (call.split(":") for call in NEVER.split())]
     calls += [(name, *call) for name, call in SOMETIMES.items()]
     calls.append(("clone3", 435, 0, 0))
-    found = json.loads(run_alone(FILTERED + TRY_CALLS, json.dumps(calls)).stdout)
+    found = json.loads(run_python("-c", FILTERED + TRY_CALLS, json.dumps(calls)))
     assert found.pop("clone3") == errno.ENOSYS  # with which the C library takes clone instead
     assert len(found) == len(calls) - 1
     assert [name for name, code in found.items() if code != errno.EPERM] == []
@@ -414,12 +409,14 @@ def test_the_filters_of_system_calls_alone_refuse_what_no_answer_needs():
 
 @needs_x86
 def test_a_call_by_the_interface_of_32_bits_ends_the_process():
-    done = run_alone(FILTERED + (
+    code = FILTERED + (
         "import mmap\n"
         "page = mmap.mmap(-1, 4096, prot=7)\n"
         "page.write(bytes.fromhex('b814000000cd80c3'))\n"  # getpid: eax = 20, int 0x80, return
         "address = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
-        "print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())\n"))
+        "print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
     assert done.stdout == ""
     assert done.returncode in (-signal.SIGSYS, -signal.SIGSEGV)  # a kernel without it says SEGV
 
@@ -459,8 +456,8 @@ def test_the_file_rules_alone_refuse_what_no_answer_needs(tmp_path):
         (4, errno.EACCES, "socket.socket().connect(('127.0.0.1', 1))"),
         (6, errno.EPERM, "os.kill(os.getppid(), 0)"),
     ) if since <= version]
-    done = run_alone(RULED, scratch, json.dumps([action for _, action in expected]))
-    assert list(map(int, done.stdout.split())) == [code for code, _ in expected], done.stderr
+    printed = run_python("-c", RULED, scratch, json.dumps([action for _, action in expected]))
+    assert list(map(int, printed.split())) == [code for code, _ in expected]
     assert outside.read_text() == "secret"
 
 
