@@ -30,7 +30,7 @@ import train_policy
 from colbench import agent_messages, agent_view, encode_candidates, turn_starts
 from collect import Rules, play
 from formats.logs import import_command
-from formats.read import group_by_task, load_episodes
+from formats.read import complete_task, group_by_task, load_episodes
 from judge.pages import extract_html
 from judge.sandbox import BackendJudge, Grade
 from runtime.templates import render
@@ -46,6 +46,7 @@ PUBLISHED = {  # what it is called here -> the module
     "evaluate": "evaluate_code", "halves": "generate_random_pairs_from_ranks",
     "grader": "sweet_rl.utils.code_utils", "pages": "sweet_rl.utils.webpage_utils",
     "human": "sweet_rl.environments.human_interaction_env", "simulator": "simulate_interactions",
+    "designs": "sweet_rl.environments.human_design_interaction_env",
 }
 SOLUTION = "def f(n):\n    return n * 2"
 WORDS = "sum of the list even numbers first name price is it rounded or not return x".split()
@@ -262,6 +263,14 @@ class Lines(Speaker):
         return [Utterance(next(self.lines), finished=True)]
 
 
+def talk(environment, said):
+    """Say this to the published environment until it calls the dialogue done."""
+    for text in said:
+        _, _, done = environment.step(text)
+        if done:
+            return
+
+
 def check_dialogues(theirs, draw, count=500):
     """`play` against HumanInteractionEnv; messages without OUTPUT:, with the marker at most once.
     """
@@ -272,12 +281,9 @@ def check_dialogues(theirs, draw, count=500):
                 sentence(draw) for _ in range(10)]
         replies = [sentence(draw, 200) for _ in range(10)]
         environment = theirs.human.HumanInteractionEnv(None, "", "")
-        environment.invoke_model = Lines(replies).lines.__next__
+        environment.invoke_model = mock.Mock(side_effect=replies)
         environment.reset("request", "hidden")
-        for text in said:
-            _, _, done = environment.step(text)
-            if done:
-                break
+        talk(environment, said)
         ours = play(episode("t", 0.0)["task"] | {"problem_description": "request"}, 0,
                     Lines(said), Lines(replies), judge, Rules("", "", 10, 400, 0))
         plain = [(message["role"], message["content"]) for message in ours["dialogue_history"]]
@@ -289,6 +295,36 @@ def check_dialogues(theirs, draw, count=500):
         differ += (plain, ours["answer"], seen) != (official, environment.answer, read)
     yield ("dialogues: messages, answer, what the agent reads", count, f"{differ} dialogues",
            not differ)
+
+
+def check_page_dialogues(theirs, draw, count=500):
+    """As above, of pages, up to spaces; messages with OUTPUT: at most once. Nothing is drawn."""
+    pages = ("", "<html><p>{}</p></html>", "<body>{}</body>", "<html>{}",
+             " see https://picsum.photos/2/3 <html lang=x>https://picsum.photos/20/30 {}</html> .")
+    page = "<html>the solution</html>"
+    task = complete_task({"problem_description": "request", "ground_truth": page})
+    drawn = {"get_driver": mock.Mock(), "render_full_html": lambda driver, html, *_: html,
+             "encode_image": lambda picture, _: picture}
+    differ = 0
+    for _ in range(count):
+        said = ["".join((sentence(draw), draw.choice(("\nOUTPUT:\n", " OUTPUT: ", "")),
+                         draw.choice(("", "", "I WANT TO ANSWER: ")),
+                         draw.choice(pages).format(turn))) for turn in range(10)]
+        replies = [sentence(draw, 400) for _ in range(10)]
+        with mock.patch.multiple(theirs.designs, **drawn):
+            environment = theirs.designs.HumanDesignInteractionEnv(None, "", "")
+            environment.invoke_model = mock.Mock(side_effect=replies)
+            environment.reset("request", page)
+            talk(environment, said)
+        graded = []
+        judge = types.SimpleNamespace(
+            grade=lambda task, page, graded=graded: graded.append(page) or Grade(0.0, None, {}))
+        ours = play(task, 0, Lines(said), Lines(replies), judge, Rules("", "", 10, 1000, 0))
+        official = [message["content"].strip() for message in environment.dialogue_history]
+        plain = [message["content"].strip() for message in ours["dialogue_history"]]
+        shown = "" if environment.answer == "No answer" else environment.answer
+        differ += (plain, graded) != (official, [shown])
+    yield "dialogues on pages: messages, page", count, f"{differ} dialogues", not differ
 
 
 def simulated(theirs, tokenizer, prompt, draw, tasks, samples):
@@ -399,8 +435,9 @@ def main(argv=None):
         check_critic_loss(theirs, tokenizer, models, draw),
         check_policy_loss(theirs, tokenizer, models, draw), check_schedule(),
         check_pairs_of_episodes(theirs, draw), check_halves(theirs, draw),
-        check_dialogues(theirs, draw), check_import(theirs, tokenizer, args.sweet_rl, draw),
-        check_pages(theirs, draw), check_grades(theirs))
+        check_dialogues(theirs, draw), check_page_dialogues(theirs, draw),
+        check_import(theirs, tokenizer, args.sweet_rl, draw), check_pages(theirs, draw),
+        check_grades(theirs))
     differ = False
     for what, cases, difference, agrees in lines:
         verdict = "equal" if agrees else "DIFFERENT"
