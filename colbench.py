@@ -168,14 +168,14 @@ def request_index(messages):
 def human_messages(task, history, prompt, judge=None):
     """What the human of a backend task sees: what it has in mind, and the dialogue, roles swapped.
 
-    A prompt with the placeholder {dialogue_history}, as the official ones have, becomes one user
-    message instead. `judge` is for domains whose human sees pages.
+    A prompt with the placeholder {dialogue_history}, as the official one has, gives the messages of
+    the official code instead. `judge` is for domains whose human sees pages.
     """
     if "{dialogue_history}" in prompt:
-        party = {"assistant": "agent", "user": "human"}
-        lines = [f"{party[message['role']]}: {message['content']}" for message in history]
-        text = filled(prompt, task | {"dialogue_history": "\n".join(lines)})
-        return [{"role": "user", "content": text}]
+        said = [f"{message['role']}:{message['content']}\n\n\n\n" for message in history]
+        text = filled(prompt, task | {"dialogue_history": "".join([*said, "agent:"])})
+        return [{"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": text}]
     swapped = {"user": "assistant", "assistant": "user"}
     return [{"role": "system", "content": filled(prompt, task)}] + [
         {"role": swapped[message["role"]], "content": message["content"]}

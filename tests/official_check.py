@@ -252,14 +252,13 @@ def check_halves(theirs, draw, states=200):
 
 
 class Lines(Speaker):
-    """Says its lines in their order."""
-
-    reads_history = True
+    """Says its lines in their order, and keeps what it has read."""
 
     def __init__(self, lines):
-        self.lines = iter(lines)
+        self.lines, self.read = iter(lines), []
 
     def reply(self, request):
+        self.read.append(request.messages)
         return [Utterance(next(self.lines), finished=True)]
 
 
@@ -271,29 +270,36 @@ def talk(environment, said):
             return
 
 
-def check_dialogues(theirs, draw, count=500):
+def check_dialogues(theirs, sweet_rl, draw, count=500):
     """`play` against HumanInteractionEnv; messages without OUTPUT:, with the marker at most once.
     """
+    prompt = Path(sweet_rl, "prompts", "human_simulator_code_prompt.txt").read_text()
     differ = 0
     judge = types.SimpleNamespace(grade=lambda task, answer: Grade(0.0, False, {}))
     for _ in range(count):
         said = [sentence(draw) + draw.choice(("", "", "\n\n", " I WANT TO ANSWER:", "")) +
                 sentence(draw) for _ in range(10)]
         replies = [sentence(draw, 200) for _ in range(10)]
-        environment = theirs.human.HumanInteractionEnv(None, "", "")
-        environment.invoke_model = mock.Mock(side_effect=replies)
+        client, human = mock.MagicMock(), Lines(replies)
+        create = client.chat.completions.create
+        create.side_effect = [
+            mock.Mock(choices=[mock.Mock(message=mock.Mock(content=reply))]) for reply in replies]
+        environment = theirs.human.HumanInteractionEnv(client, prompt, "")
         environment.reset("request", "hidden")
         talk(environment, said)
-        ours = play(episode("t", 0.0)["task"] | {"problem_description": "request"}, 0,
-                    Lines(said), Lines(replies), judge, Rules("", "", 10, 400, 0))
+        task = episode("t", 0.0)["task"] | {"problem_description": "request",
+                                            "hidden_information": "hidden"}
+        ours = play(task, 0, Lines(said), human, judge, Rules("", prompt, 10, 400, 0))
         plain = [(message["role"], message["content"]) for message in ours["dialogue_history"]]
         official = [(message["role"], message["content"])
                     for message in environment.dialogue_history]
         seen = agent_messages(ours["dialogue_history"], "")
         read = [message | {"content": message["content"].strip()}
                 for message in environment.get_dialogue_history()]
-        differ += (plain, ours["answer"], seen) != (official, environment.answer, read)
-    yield ("dialogues: messages, answer, what the agent reads", count, f"{differ} dialogues",
+        asked = [call.kwargs["messages"] for call in create.call_args_list]
+        differ += (plain, ours["answer"], seen, human.read) != (
+            official, environment.answer, read, asked)
+    yield ("dialogues: messages, answer, what both parties read", count, f"{differ} dialogues",
            not differ)
 
 
@@ -318,7 +324,8 @@ def check_page_dialogues(theirs, draw, count=500):
             talk(environment, said)
         graded = []
         judge = types.SimpleNamespace(
-            grade=lambda task, page, graded=graded: graded.append(page) or Grade(0.0, None, {}))
+            grade=lambda task, page, graded=graded: graded.append(page) or Grade(0.0, None, {}),
+            picture=lambda page: None)
         ours = play(task, 0, Lines(said), Lines(replies), judge, Rules("", "", 10, 1000, 0))
         official = [message["content"].strip() for message in environment.dialogue_history]
         plain = [message["content"].strip() for message in ours["dialogue_history"]]
@@ -435,7 +442,7 @@ def main(argv=None):
         check_critic_loss(theirs, tokenizer, models, draw),
         check_policy_loss(theirs, tokenizer, models, draw), check_schedule(),
         check_pairs_of_episodes(theirs, draw), check_halves(theirs, draw),
-        check_dialogues(theirs, draw), check_page_dialogues(theirs, draw),
+        check_dialogues(theirs, args.sweet_rl, draw), check_page_dialogues(theirs, draw),
         check_import(theirs, tokenizer, args.sweet_rl, draw), check_pages(theirs, draw),
         check_grades(theirs))
     differ = False

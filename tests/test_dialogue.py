@@ -145,9 +145,6 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     # placeholders in the data stay as they are
     assert "HIDDEN {problem_description}" in messages[0]["content"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
-    official = human_messages(task, DIALOGUE, "{dialogue_history} | {hidden_information}")
-    assert len(official) == 1
-    assert official[0]["content"].startswith(f"human: {DIALOGUE[0]['content']}\nagent: what is it?")
 
 
 @pytest.mark.parametrize("domain, text, content, answer", [
@@ -455,12 +452,14 @@ def test_a_dialogue_that_just_fits_loses_nothing_and_with_a_token_less_its_oldes
     assert encode_within(tokenizer, messages, len(last[0]) - 1, finished) is None
 
 
-def test_a_human_with_the_dialogue_in_its_prompt_reads_all_of_it_from_the_request_on():
+def test_a_human_with_the_dialogue_in_its_prompt_reads_what_the_official_one_reads():
     prompt = "{problem_description}|{dialogue_history}|{test_cases}|{missing}"
     task = TASK | {"problem_description": "write {ground_truth}"}
-    (message,) = human_messages(task, dialogue("write f", "what?", "so"), prompt)
+    system, message = human_messages(task, dialogue("write f", "what?", "so"), prompt)
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
     assert message == {"role": "user", "content": (
-        "write {ground_truth}|human: write f\nagent: what?\nhuman: so|{test_cases}|{missing}")}
+        "write {ground_truth}|user:write f\n\n\n\nassistant:what?\n\n\n\nuser:so\n\n\n\nagent:"
+        "|{test_cases}|{missing}")}
 
 
 def test_an_episode_says_how_many_turns_its_agent_had():
