@@ -173,7 +173,7 @@ def read_state(folder, process):
         state = None
         if path.is_file():
             state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
         raise SystemExit(f"{path}: found a state that cannot be read"
                          f" ({str(error).splitlines()[0]}), expected one that this command saved;"
                          f" remove the folder {folder.parent} to start again") from None

@@ -378,6 +378,17 @@ def test_a_pickled_call_in_a_training_state_is_not_executed(tiny, tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_training_state_that_was_cut_anywhere_is_a_sentence_that_names_it(tmp_path):
+    state = tmp_path / "rank0.pt"
+    torch.save({"step": 3, "world": 1, "parameters": [torch.ones(3000)]}, state)
+    assert checkpoints.read_state(tmp_path, PROCESS)["step"] == 3
+    whole = state.read_bytes()
+    for length in range(0, len(whole), 997):
+        state.write_bytes(whole[:length])
+        with pytest.raises(SystemExit, match=f"{state}: found a state that cannot be read"):
+            checkpoints.read_state(tmp_path, PROCESS)
+
+
 def test_a_rank_that_does_not_see_the_leaders_state_starts_from_no_other_weights(tiny, tmp_path):
     model, state = load_model(tiny()), tmp_path / "resume"
     rank = types.SimpleNamespace(rank=1, world=2, from_leader=lambda mine: state)
