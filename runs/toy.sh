@@ -44,8 +44,10 @@ rft "$OUT/episodes.jsonl" "$OUT/rft"
 
 running || finished
 step "4. Test: $TEST tasks that training has not seen"
+TQDM_DISABLE=1 play rft "$OUT/rft" & # by now, the other core is mostly free
+RFT_PLAYS=$!
 play sweet "$OUT/sweet"
-play rft "$OUT/rft"
+wait "$RFT_PLAYS"
 echo "Multi-turn DPO and the base on the other core:"
 tail -n 1 -f "$OUT/other.log" &
 TAIL=$!
