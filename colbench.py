@@ -21,7 +21,7 @@ page (frontend, graded by image similarity).
 To change                      edit
     what counts as an answer   split_message
     what a party is told       the prompts below
-    what a task is             DOMAINS
+    a kind of task             DOMAINS, Domain
     the tokens of a dialogue   encode_dialogue; what is dropped if it is long: encode_within
     the loop of a dialogue     play in collect.py
 formats/read.py reads files and checks every line.
@@ -230,8 +230,11 @@ def image_part(png):
 
 
 class Domain(typing.NamedTuple):
-    """A kind of task. To add one, write an entry of DOMAINS; every stage takes it. A flag of its
-    judge goes into `collect_parser` (collect.py), too.
+    """A kind of task. To add one, write an entry of DOMAINS; every stage takes it.
+
+    Its tasks must name it in their field `domain`; otherwise they are read as backend or frontend
+    tasks. Its agent_prompt must ask for ANSWER_MARKER, which ends a dialogue (`split_message`). A
+    flag of its judge also goes into `collect_parser` (collect.py).
 
     The agent sees the task's `problem_description` and nothing else of it. The human's prompt must
     hold {hidden_information}, except for pages, and may hold any other text field of the task.
@@ -323,18 +326,18 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
     """Token ids of a dialogue, and for each the index of its agent turn (-1: not an agent token).
 
     A turn is its text and, when finished, its end-of-turn token. The prompt before it and the turn
-    itself are tokenised separately, as in sampling. With <u> <a> </> for the template's tokens and
-    the second turn cut at the token limit (finished = [True, False]):
+    itself are tokenised separately, as in sampling. If the second turn was cut at the token limit
+    (finished = [True, False]):
 
-        <u> hi </> <a> hello </> <u> more </> <a> some
-        -1  -1 -1  -1  0     0   -1  -1   -1  -1  1
+        <user> hi <end> <agent> hello <end> <user> more <end> <agent> some     ids
+        -1     -1 -1    -1      0     0     -1     -1   -1    -1      1        turn_index
 
     The ids end with the last agent turn or, with `generation_prompt`, with the prompt for another
     one. Turns for which `finished` has no entry count as finished.
     """
     end_id, end_text = end_of_turn(tokenizer)
     ids, turn_index = [], []
-    rendered = ""  # what these ids say
+    rendered = ""  # the text of these ids
     for turn, index in enumerate(turn_starts(messages, generation_prompt)):
         before = render(tokenizer, messages[:index])  # with the generation prompt
         if not before.startswith(rendered):

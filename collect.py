@@ -31,10 +31,12 @@ To change                          edit
     the loop of a dialogue         play
     what is sampled in a state     candidates
     which states are used          choose_states
-    what a party reads, rewards    DOMAINS in colbench.py
-    who speaks                     speakers/
-variants/best_of_n.py shows how to put something between agent and dialogue. What the human must not
-read is left out of `view` in play.
+    what the agent reads           agent_messages in colbench.py; the trainers read it, too
+    what the human reads           human_view in DOMAINS of colbench.py; `view` in play for scripts
+    rewards                        open_judge in DOMAINS of colbench.py
+    who speaks                     a subclass of Speaker (speakers/interface.py), load_speaker
+variants/best_of_n.py shows how to put something between agent and dialogue. To hide messages from
+the human, leave them out of both branches of `view` in play.
 
 Differences from the paper: prompts are in our own words (`--agent_prompt`, `--human_prompt` take
 the official ones). From the official code: answers are graded without its grader's quirks (`--judge
@@ -215,7 +217,7 @@ def collect_states(args, process):
                       models=(args.agent,))
     if store.missing(jobs):
         agent = open_agent(args, process)
-        # states; a local model is asked for several batches, to batch prompts of similar length
+        # how many states; several batches of a local model, which sorts their prompts by length
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key):

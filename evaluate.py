@@ -16,7 +16,7 @@ The script plays nothing and loads no model.
 To change                          edit
     what is measured               episode_numbers, NUMBERS
     the intervals                  interval, bounds
-    when a difference is settled   compare
+    what counts as significant     compare (`settled`)
     headings and verdict           formats/verdict.py
 
 Reads episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`). Writes results.json,
@@ -66,7 +66,7 @@ def episode_numbers(episode):
         numbers |= {"success": success, "no_answer": float(lacks_answer(episode)),
                     "leaking": float(leaking)}
         if not leaking:
-            numbers["clean_success"] = success
+            numbers["clean_success"] = success  # averaged over dialogues without a leak
     return numbers
 
 
@@ -117,10 +117,10 @@ def interval(values, seed_draws, task_draws, limits=None):
 def bounds(means, count, limits=None):
     """95 % interval of the bootstrapped `means` of `count` tasks.
 
-    If all tasks end alike, the bootstrap has no width. With `limits`, Wilson's interval takes its
-    place, also for a single task: as if a share u = z² / (n + z²) of the n tasks were unknown, with
-    the least possible value at the low end, the greatest at the high end. (After n successes, this
-    is [1 - u, 1].) Without limits, the width stays 0, and a single task has no interval.
+    If all tasks have the same value, the bootstrap interval has width 0. Where there are `limits`,
+    Wilson's interval then replaces it (for a single task, always): each end moves towards its limit
+    by the share u = z² / (n + z²) of the distance, with n = `count`. So n successes of n give
+    [1 - u, 1]. Without limits, the width stays 0, and a single task has no interval.
     """
     if count == 1 and limits is None:
         return {"low": None, "high": None}

@@ -1,6 +1,6 @@
 r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, section 4.2).
 
-  1. Two dialogues of a task with different rewards form a pair.               pair_episodes
+  1. A better and a worse dialogue of the same task form a pair.               pair_episodes
   2. Critic and reference read both dialogues, with the solution in front.
      (The policy never sees the solution.)                                     critic_messages
   3. The advantage of a turn is the mean log-ratio of its tokens, critic to
@@ -91,14 +91,15 @@ def advantage(logprobs, reference, tokens, normalise="turn"):
     `tokens` is how many tokens each turn has; all (R, S). Empty turns, and the padding of shorter
     dialogues, get 0.
     """
-    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L, at least 1; of an empty turn 1
+    divisor = NORMALISERS[normalise](tokens).clamp(min=1)  # L; 1 for an empty turn, not 0
     return (logprobs - reference) / divisor
 
 
 def critic_loss(chosen, rejected, beta):
     """SWEET-RL Eq. (2): -log sigma(sum_t beta A(o+_t, a+_t, c) - sum_t beta A(o-_t, a-_t, c)).
 
-    Advantages of all turns of both dialogues, padded with 0: (B, S) and (B, S) -> (B,).
+    Advantages of all turns of both dialogues: (B, S) and (B, S) -> (B,). S is the largest number of
+    turns in the micro-batch, and missing turns have 0. That changes no sum, but it changes a mean.
     """
     return -F.logsigmoid(beta * chosen.sum(1) - beta * rejected.sum(1))
 
@@ -127,7 +128,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
         better, worse = episodes, episodes
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
-    # of these, those that differ by at least `margin`; 1e-9: as floats, 0.3 - 0.2 is below 0.1
+    # 1e-9, because 0.3 - 0.2 is below 0.1 in floating point
     return [(chosen, rejected) for chosen in better for rejected in worse
             if chosen["reward"] > rejected["reward"]  # needed with a margin of 0
             and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
@@ -138,8 +139,8 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
 
 # Any words do, but toy/base has learnt to read the solution in these only
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
-# An entry may show any field of the task, but the same text for both dialogues of a pair; otherwise
-# the critic learns from that difference, not from the turns
+# An entry may show any field of the task. Both dialogues of a pair must get the same text (in logs,
+# their tasks may differ); otherwise the critic learns from that difference, not from the turns
 PRIVILEGED = {  # name -> what stands in front of the request
     "ground_truth": lambda task: SOLUTION_NOTE.format(solution=solution_of(task)),
     "none": lambda task: "",
@@ -173,7 +174,8 @@ class Row:
     @property
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it: rows of similar
-        length need little padding, and the candidates of a state stay together, for --packed.
+        length need little padding. It is the same for all candidates of a state, so they stay
+        together, and --packed computes their prompt once.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -250,7 +252,9 @@ def set_reference(model, rows, run, rows_at_once):
 
 
 def learning_rate(step, steps, peak):
-    """Linear warm-up over 3 % of the steps, then cosine down to a tenth (official code)."""
+    """Linear warm-up over 3 % of the steps, then cosine down to a tenth, as in the official code.
+    Here the warm-up is a step ahead, so that no step has a rate of 0.
+    """
     warmup = max(1, round(0.03 * steps))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -454,7 +458,7 @@ class Critic:
 def refuse_unrankable(path, privileged):
     """Refuse a bad file of candidates, and tasks without the solution that the critic reads."""
     states, _ = read_candidates(path)
-    for state in states:
+    for state in states:  # only for its exit where a task has no solution
         critic_messages(state["task"], state["messages"], privileged)
 
 

@@ -26,14 +26,15 @@ Reads episodes, or the ranked candidates of any ranker, one state a line:
 Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it.
 
 To change                     edit
-    the loss                  dpo_loss, also with --episodes; dpo_objective for the NLL term and
-                              what is logged
+    the loss                  dpo_loss, for candidates and for episodes; dpo_objective for the NLL
+                              term and what is logged
     inputs of the loss        fields of Row, which candidate_pairs and dialogue_row fill in
-    the states                read_candidate_pairs
+    which states are used     read_candidate_pairs
     the pairs of candidates   make_pairs, PAIRINGS
     the pairs of episodes     pair_episodes, PAIRS
     the forward pass          turn_logprobs; run without --packed, which replaces it
     optimiser, schedule       main, learning_rate
+    saving, resuming          Run in runtime/training.py
     FSDP, precision           shard and open_to_train in runtime/models.py
 docs/forks has such edits as patches, and says what some of them need elsewhere. Supervised training
 is variants/sft.py.
@@ -89,8 +90,9 @@ def make_pairs(texts, advantages, pairing, pairs_per_state, rng):
     """At most `pairs_per_state` drawn pairs (chosen, rejected), as indices of the N candidates.
 
     halves (paper) pairs the better half, by advantage, with the worse; positive_vs_negative pairs
-    advantages above 0 with those below. A text that was sampled k times counts as k candidates. The
-    two of a pair differ in text and in advantage, and neither text is empty.
+    advantages above 0 with those below. A text that was sampled k times counts as k candidates.
+    Under every rule, the chosen candidate has the greater advantage, the two texts differ, and
+    neither is empty.
     """
     ranked = sorted(range(len(texts)), key=lambda index: -advantages[index])
     if pairing == "halves":
@@ -134,7 +136,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
         better, worse = episodes, episodes
     else:
         raise ValueError(f"found the rule {rule!r} for pairs, expected one of {', '.join(PAIRS)}")
-    # of these, those that differ by at least `margin`; 1e-9: as floats, 0.3 - 0.2 is below 0.1
+    # 1e-9, because 0.3 - 0.2 is below 0.1 in floating point
     return [(chosen, rejected) for chosen in better for rejected in worse
             if chosen["reward"] > rejected["reward"]  # needed with a margin of 0
             and chosen["reward"] - rejected["reward"] >= margin - 1e-9]
@@ -164,7 +166,8 @@ class Row:
     @property
     def last_turn_start(self):
         """The number of tokens before the last turn. Batches are sorted by it: rows of similar
-        length need little padding, and the candidates of a state stay together, for --packed.
+        length need little padding. It is the same for all candidates of a state, so they stay
+        together, and --packed computes their prompt once.
         """
         return self.turn_index.index(self.turns - 1)
 
@@ -176,7 +179,7 @@ def candidate_pairs(tokenizer, states, pairing, pairs_per_state, max_length, see
         pairs = state_pairs(state, pairing, pairs_per_state, seed)
         if not pairs:
             continue
-        # the texts as they were sampled: the critic has read them stripped
+        # not stripped (for the critic they are): the policy trains on the texts that it sampled
         encoded = encode_candidates(tokenizer, state["messages"], state["candidates"],
                                     state["finished"], max_length)
         if encoded is None:  # the longest does not fit
@@ -259,7 +262,9 @@ def set_reference(model, rows, run, rows_at_once):
 
 
 def learning_rate(step, steps, peak):
-    """Linear warm-up over 3 % of the steps, then cosine down to a tenth (official code)."""
+    """Linear warm-up over 3 % of the steps, then cosine down to a tenth, as in the official code.
+    Here the warm-up is a step ahead, so that no step has a rate of 0.
+    """
     warmup = max(1, round(0.03 * steps))
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -1,6 +1,6 @@
-"""A training run besides its method: its processes, its directory, its log, its saved states.
+"""All of a training run but the method: its processes, its directory, its log, its saved states.
 
-It computes no loss and knows no pair and no row; its messages read metrics by name, such as
+`Run` computes no loss and knows neither pairs nor rows. Some of its messages quote metrics, such as
 train/margin. `train` in train_critic.py shows how a trainer uses it.
 """
 
@@ -182,7 +182,7 @@ class Run:
         """A line of metrics.jsonl, with what was added; numbers that are not finite end the run."""
         sums = torch.stack(list(self.totals.values()))
         torch.distributed.all_reduce(sums, group=self.process.group)
-        means = sums / self.world  # the weights of `share` count the ranks
+        means = sums / self.world  # since the weight from `share` is the number of ranks
         line = dict(zip(self.totals, means.tolist(), strict=True))
         self.totals = {}
         for name, value in metrics.items():

@@ -3,9 +3,11 @@
     python -m toy.credit rank candidates.jsonl --output true.ranked.jsonl
     python -m toy.credit auc critic/ranked.jsonl --metrics critic/metrics.jsonl
 
-`rank` gives each candidate its true credit as its advantage, so that a policy trained on the file
-is the upper bound of every critic; with --ranker random the advantages are drawn, for a lower
-bound. `auc` compares the advantages of any ranker with the truth: how often the truly better of two
+`rank` gives each candidate its true credit as its advantage. A policy trained on the file shows
+what a perfect ranking gives, with --pairing halves alone: true credit is never below 0. With
+--ranker random, the advantages are drawn at random.
+
+`auc` compares the advantages of any ranker with the truth: how often the truly better of two
 candidates of a state has the greater one, and how many of the pairs that the halves rule draws from
 them prefer the truly better candidate.
 
