@@ -10,10 +10,13 @@ The exit status is 1 if they differ elsewhere.
 """
 
 import argparse
+import contextlib
 import importlib
+import io
 import itertools
 import json
 import random
+import re
 import sys
 import tempfile
 import types
@@ -30,7 +33,7 @@ import train_policy
 from colbench import agent_messages, agent_view, encode_candidates, turn_starts
 from collect import Rules, play
 from formats.logs import import_command
-from formats.read import complete_task, group_by_task, load_episodes
+from formats.read import complete_task, group_by_task, load_episodes, read_tasks
 from judge.pages import extract_html
 from judge.sandbox import BackendJudge, Grade
 from runtime.templates import render
@@ -426,11 +429,45 @@ def check_grades(theirs):
     yield "grades, --judge official", len(answers), f"{differ} grades", not differ
 
 
+def check_real_tasks(theirs, path, draw, answers=6):
+    """Grades of changed solutions of a task file."""
+    tasks, differ = read_tasks(path), 0
+    with BackendJudge("official") as judge:
+        for task in tasks:
+            for _ in range(answers):
+                answer = changed(task["ground_truth"], draw)
+                with contextlib.redirect_stdout(io.StringIO()):  # solutions may print
+                    official = theirs.grader.check_correctness(
+                        task["ground_truth"], answer, task["test_cases"])
+                differ += official != judge.grade(task, answer).reward
+    yield ("grades of changed solutions, --judge official", answers * len(tasks),
+           f"{differ} grades", not differ)
+
+
+def changed(code, draw):
+    """A solution as it is, with another number or operator, without a line, or put another way."""
+    numbers, operators = (list(re.finditer(pattern, code)) for pattern in (
+        r"\b\d+\b", r" (<=|>=|<|>|\+|-|\*|==) "))
+    lines, name = code.split("\n"), re.search(r"def (\w+)\(", code)[1]
+    dropped = draw.randrange(len(lines))
+    helper = code.replace(f"{name}(", f"inner_{name}(")
+    ways = [code, f"```python\n{code}\n```\nSo.", f"Sure!\n```\n{code}\n```",
+            f"import math\n{code}", f"{code}\n# exit(",
+            "\n".join(lines[:dropped] + lines[dropped + 1:]),
+            f"{helper}\ndef {name}(*values):\n    return inner_{name}(*values)"]
+    for found, others in ((numbers, ("0", "1", "2", "7")), (operators, (" < ", " + ", " - "))):
+        for match in found[:3]:
+            ways.append(code[:match.start()] + draw.choice(others) + code[match.end():])
+    return draw.choice(ways)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweet_rl", help="clone of facebookresearch/sweet_rl")
     parser.add_argument("trainer", help="clone of YifeiZhou02/collab_openrlhf")
+    parser.add_argument("--tasks", help="a task file of ColBench, such as backend_tasks/test.jsonl,"
+                        " whose solutions are changed and graded, too")
     args = parser.parse_args(argv)
     if sys.version_info >= (3, 13):
         raise SystemExit("found Python 3.13 or newer, expected 3.10 to 3.12: in later ones, the"
@@ -444,7 +481,8 @@ def main(argv=None):
         check_pairs_of_episodes(theirs, draw), check_halves(theirs, draw),
         check_dialogues(theirs, args.sweet_rl, draw), check_page_dialogues(theirs, draw),
         check_import(theirs, tokenizer, args.sweet_rl, draw), check_pages(theirs, draw),
-        check_grades(theirs))
+        check_grades(theirs),
+        check_real_tasks(theirs, args.tasks, draw) if args.tasks else ())
     differ = False
     for what, cases, difference, agrees in lines:
         verdict = "equal" if agrees else "DIFFERENT"
