@@ -66,7 +66,7 @@ from speakers.roles import open_agent, open_parties, read_tasks_and_prompts, ref
 
 class Rules(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}; "" means no instructions
-    human_prompt: str
+    human_prompt: str  # may hold text fields of the task
     max_turns: int
     reply_chars: int  # human replies are cut to this length
     seed: int

@@ -14,10 +14,10 @@ The script plays nothing and loads no model.
         --output runs/evaluation                                          # two seeds of each
 
 To change                          edit
-    what is measured               episode_numbers, NUMBERS
+    what is measured               episode_numbers, NUMBERS; HEADINGS in formats/verdict.py
     the intervals                  interval, bounds
     what counts as significant     compare (`settled`)
-    headings and verdict           formats/verdict.py
+    tables and verdict             formats/verdict.py
 
 Reads episodes (of collect.py, variants/best_of_n.py, or `colbench.py import`). Writes results.json,
 and results.md with the tables that are printed. `python -m report` draws the same numbers as a

@@ -28,7 +28,8 @@ candidates (`ranked.jsonl`) for train_policy.py, one state a line:
      "advantages": [0.021, ...], "ranker": "critic"}
 
 To change                  edit
-    the loss               critic_loss; critic_objective for the NLL term and what is logged
+    the loss               critic_loss; critic_objective for the NLL term and what is logged;
+                           train calls it twice, for the steps and for the held-out pairs
     inputs of the loss     fields of Row, which dialogue_row fills in
     the advantage          advantage, NORMALISERS
     the pairs              pair_episodes, PAIRS
@@ -137,7 +138,7 @@ def pair_episodes(episodes, rule="best_vs_rest", margin=0.0):
 # -----------------------------------------------------------------------------
 # What the critic reads
 
-# Any words do, but toy/base has learnt to read the solution in these only
+# Any words do, but toy/base has learnt to read the solution in these only, with nothing added
 SOLUTION_NOTE = "Solution, known in training only:\n{solution}\n\n"
 # An entry may show any field of the task. Both dialogues of a pair must get the same text (in logs,
 # their tasks may differ); otherwise the critic learns from that difference, not from the turns
@@ -169,7 +170,7 @@ class Row:
 
     @property
     def turns(self):
-        return max(self.turn_index) + 1  # S
+        return max(self.turn_index) + 1  # S, up to the last turn with a token; may be 0
 
     @property
     def last_turn_start(self):

@@ -161,7 +161,7 @@ class Row:
 
     @property
     def turns(self):
-        return max(self.turn_index) + 1  # S
+        return max(self.turn_index) + 1  # S, up to the last turn with a token; may be 0
 
     @property
     def last_turn_start(self):

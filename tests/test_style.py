@@ -131,7 +131,8 @@ def test_a_trainer_has_at_most_twenty_flags_of_the_method(name):
 def test_each_equation_is_tagged_where_the_readme_says(number, module, function):
     home = next(node for node in TREES[module].body
                 if isinstance(node, ast.FunctionDef) and node.name == function)
-    assert f"SWEET-RL Eq. ({number})" in ast.get_docstring(home)
+    assert f"SWEET-RL Eq. ({number})" in ast.get_docstring(home), (
+        "a fork with another equation removes its line above")
     assert f"`{module}.py: {function}`" in (ROOT / "README.md").read_text()
 
 
