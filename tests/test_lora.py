@@ -51,6 +51,30 @@ def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it
     assert not torch.allclose(learnt(IDS).logits, expected, atol=1e-2)
 
 
+def test_logits_gradients_and_merged_weights_equal_those_of_peft():
+    peft = pytest.importorskip("peft")  # pip install --no-deps peft==0.21.2 accelerate psutil
+    tokenizer = byte_tokenizer()
+    learnt = with_matrices(tiny_model(tokenizer))
+    config = peft.LoraConfig(r=SETTINGS["rank"], lora_alpha=SETTINGS["alpha"], lora_dropout=0.0,
+                             target_modules=list(LINEAR_LAYERS), task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(tiny_model(tokenizer), config)
+    pairs = []  # (our matrix, theirs)
+    for name, layer in lora_layers(learnt).items():
+        module = theirs.base_model.model.get_submodule(name)
+        pairs += [(layer.down, module.lora_A["default"].weight),
+                  (layer.up, module.lora_B["default"].weight)]
+    for ours, other in pairs:
+        other.data.copy_(ours.data)
+    logits, expected = learnt(IDS).logits, theirs(IDS).logits
+    torch.testing.assert_close(logits, expected)
+    for output in (logits, expected):
+        output.log_softmax(-1)[..., 5].sum().backward()
+    for ours, other in pairs:
+        torch.testing.assert_close(ours.grad, other.grad)
+    merged, _ = merge(learnt.state_dict(), learnt)
+    torch.testing.assert_close(merged, dict(theirs.merge_and_unload().state_dict()))
+
+
 def test_merged_weights_give_the_matrices_logits_and_differ_in_their_layers_alone(monkeypatch):
     tokenizer = byte_tokenizer()
     plain = tiny_model(tokenizer)
