@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The paper's Table 3, a comparison of critics, and best of N on the embedded world, from what
 # runs/toy.sh left in OUT. Each critic ranks the same candidates, and a policy learns from its
-# ranks. The critics: without the solution, without length normalisation, with the official code's
-# normalisation, with a value head, untrained; for comparison, true credit and random ranks.
+# ranks. The critics: without the solution, without length normalisation; with the official code's
+# normalisation, with its reference in the ranking, with both and, as there, without the NLL term;
+# with a value head; untrained. For comparison, true credit and random ranks.
 # Then SWEET-RL's own ranks with another pairing rule, and LoRA, which trains matrices of rank 16 in
 # place of all weights. FULL=1, as with runs/toy.sh, gives those of the tables.
 set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
@@ -24,6 +25,17 @@ critic_and_policy() { # NAME CRITIC_FLAGS...
 critic_and_policy sweet_no_privileged --privileged none
 critic_and_policy sweet_no_normalise --normalise none
 critic_and_policy sweet_trajectory --normalise trajectory
+
+mkdir -p "$OUT/sweet_plain"
+python train_critic.py --candidates "$OUT/candidates.jsonl" --output "$OUT/critic" $PACKED \
+  --reference plain --ranked "$OUT/sweet_plain/ranked.jsonl"
+true_credit "$OUT/sweet_plain"
+learn sweet_plain "$OUT/sweet_plain/ranked.jsonl"
+
+critic "$BASE" "$OUT/sweet_official/critic" --episodes "$OUT/episodes.jsonl" \
+  --normalise trajectory --nll 0
+rank "$OUT/candidates.jsonl" "$OUT/sweet_official/critic" --reference plain
+learn sweet_official "$OUT/sweet_official/critic/ranked.jsonl"
 
 python variants/value_critic.py --episodes "$OUT/episodes.jsonl" --model "$BASE" --seed "$SEED" \
   "${CRITIC[@]}" "${VALUE_HEAD[@]}" --output "$OUT/sweet_value_head/critic" \
