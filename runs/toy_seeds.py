@@ -28,8 +28,7 @@ POLICIES = [
     "sweet_no_privileged", "sweet_no_normalise", "sweet_trajectory", "sweet_plain",
     "sweet_official", "sweet_value_head", "sweet_untrained", "sweet_credit", "sweet_random",
     "sweet_positive_vs_negative", "sweet_lora", "sweet_round2", "best_of_2", "best_of_4",
-    "best_of_8", "best_of_16",
-    "best_of_8_no_privileged", "best_of_16_no_privileged",
+    "best_of_8", "best_of_16", "best_of_8_no_privileged", "best_of_16_no_privileged",
 ]
 PAIRS = [  # besides sweet - every other policy
     ("rft", "base"),
