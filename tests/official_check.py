@@ -1,11 +1,11 @@
-"""Runs the published code beside this one, on the same inputs, and prints whether the two agree.
+"""Runs the official code beside this one, on the same inputs, and prints whether the two agree.
 
     git clone https://github.com/facebookresearch/sweet_rl
     git clone https://github.com/YifeiZhou02/collab_openrlhf
     python tests/official_check.py sweet_rl collab_openrlhf
 
 Their functions run unchanged, on the CPU, with tiny random models and random data. The flags that
-restore the published behaviour are set; docs/differences.md says where the two differ on purpose.
+restore the official behaviour are set; docs/differences.md says where the two differ on purpose.
 The exit status is 1 if they differ elsewhere.
 """
 
@@ -39,12 +39,12 @@ from judge.sandbox import BackendJudge, Grade
 from runtime.templates import render
 from speakers.interface import Speaker, Utterance
 
-# what the published files import at their heads and these functions do not use
+# what the official files import at their heads and these functions do not use
 UNUSED = ("datasets", "fire", "flash_attn", "flash_attn.utils", "flash_attn.utils.distributed",
           "huggingface_hub", "openai", "qwen_vl_utils", "vllm", "selenium", "selenium.webdriver",
           "selenium.webdriver.firefox", "selenium.webdriver.firefox.service", "openrlhf.utils",
           "openrlhf.utils.distributed_sampler")
-PUBLISHED = {  # what it is called here -> the module
+MODULES = {  # what it is called here -> the module
     "trainer": "openrlhf.trainer.dpo_trainer", "dataset": "openrlhf.datasets.reward_dataset",
     "evaluate": "evaluate_code", "halves": "generate_random_pairs_from_ranks",
     "grader": "sweet_rl.utils.code_utils", "pages": "sweet_rl.utils.webpage_utils",
@@ -55,8 +55,8 @@ SOLUTION = "def f(n):\n    return n * 2"
 WORDS = "sum of the list even numbers first name price is it rounded or not return x".split()
 
 
-def published(sweet_rl, trainer):
-    """The published modules, by name."""
+def official_modules(sweet_rl, trainer):
+    """The official modules, by name."""
     sys.path += [str(sweet_rl), str(Path(sweet_rl, "scripts"))]
     stubs = {name: mock.MagicMock() for name in UNUSED}
     # the packages without their __init__.py, which import what only a cluster needs
@@ -67,7 +67,7 @@ def published(sweet_rl, trainer):
         loss = importlib.import_module("openrlhf.models.loss")
         stubs["openrlhf.models"].DPOLoss = loss.DPOLoss
         return types.SimpleNamespace(loss=loss, **{
-            key: importlib.import_module(name) for key, name in PUBLISHED.items()})
+            key: importlib.import_module(name) for key, name in MODULES.items()})
 
 
 def sentence(draw, words=8):
@@ -79,7 +79,7 @@ def sentence(draw, words=8):
 
 
 def official_tokens(theirs, tokenizer, text, response_template):
-    """(token ids, mask of the tokens that count) of a text, as the published data set gives them.
+    """(token ids, mask of the tokens that count) of a text, as the official data set gives them.
     """
     data = types.SimpleNamespace(
         prompts=[""], chosens=[text], rejects=[text], extras=[0], tokenizer=tokenizer,
@@ -89,7 +89,7 @@ def official_tokens(theirs, tokenizer, text, response_template):
 
 
 def official_losses(theirs, tokenizer, models, pairs, beta, nll, mean):
-    """Loss and gradients of the published trainer; pairs of (ids, mask) for chosen and rejected."""
+    """Loss and gradients of the official trainer; pairs of (ids, mask) for chosen and rejected."""
     trainer = types.SimpleNamespace(tokenizer=tokenizer, mean_log_prob=mean)
     cls = theirs.trainer.DPOTrainer
     trainer.concatenated_inputs = types.MethodType(cls.concatenated_inputs, trainer)
@@ -118,7 +118,7 @@ def gradients_of(model, loss):
 
 
 def row_of(ids, mask):
-    """The Row of published tokens: each run of tokens that count is a turn."""
+    """The Row of official tokens: each run of tokens that count is a turn."""
     turn_index, turn = [], -1
     for before, counts in itertools.pairwise([0, *mask.tolist()]):
         turn += counts > before
@@ -266,7 +266,7 @@ class Lines(Speaker):
 
 
 def talk(environment, said):
-    """Say this to the published environment until it calls the dialogue done."""
+    """Say this to the official environment until it calls the dialogue done."""
     for text in said:
         _, _, done = environment.step(text)
         if done:
@@ -338,7 +338,7 @@ def check_page_dialogues(theirs, draw, count=500):
 
 
 def simulated(theirs, tokenizer, prompt, draw, tasks, samples):
-    """A file of the published simulator: its agent says what `draw` gives, its human, too."""
+    """A file of the official simulator: its agent says what `draw` gives, its human, too."""
     def answer():
         wrong = SOLUTION.replace("2", draw.choice("2356"))
         return f"I WANT TO ANSWER:{draw.choice((SOLUTION, SOLUTION, wrong, 'What is n?'))}"
@@ -410,7 +410,7 @@ def check_pages(theirs, draw, count=2000):
 
 
 def check_grades(theirs):
-    """The published grader against --judge official, on answers of every kind that it treats apart.
+    """The official grader against --judge official, on answers of every kind that it treats apart.
     """
     answers = [SOLUTION, "def f(n):\n    return n + n if n else 0.0", "def f(n):\n    return 4", "",
                f"```python\n{SOLUTION}\n```", f"Here:\n```\n{SOLUTION}\n```\nDone.",
@@ -471,8 +471,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if sys.version_info >= (3, 13):
         raise SystemExit("found Python 3.13 or newer, expected 3.10 to 3.12: in later ones, the"
-                         " published grader gives 0 to every answer")
-    theirs, draw = published(args.sweet_rl, args.trainer), random.Random(0)
+                         " official grader gives 0 to every answer")
+    theirs, draw = official_modules(args.sweet_rl, args.trainer), random.Random(0)
     tokenizer = byte_tokenizer()
     models = [tiny_model(tokenizer, seed=seed) for seed in (0, 1)]  # trained one, reference
     lines = itertools.chain(
