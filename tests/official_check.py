@@ -15,6 +15,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import random
 import re
 import sys
@@ -430,16 +431,22 @@ def check_grades(theirs):
 
 
 def check_real_tasks(theirs, path, draw, answers=6):
-    """Grades of changed solutions of a task file."""
-    tasks, differ = read_tasks(path), 0
-    with BackendJudge("official") as judge:
+    """Grades of changed solutions of a task file.
+
+    The official grader runs them in this process. Some print, and some write files: here to a
+    folder that is removed.
+    """
+    tasks, differ, home = read_tasks(path), 0, os.getcwd()
+    with BackendJudge("official") as judge, tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
         for task in tasks:
             for _ in range(answers):
                 answer = changed(task["ground_truth"], draw)
-                with contextlib.redirect_stdout(io.StringIO()):  # solutions may print
+                with contextlib.redirect_stdout(io.StringIO()):
                     official = theirs.grader.check_correctness(
                         task["ground_truth"], answer, task["test_cases"])
                 differ += official != judge.grade(task, answer).reward
+        os.chdir(home)
     yield ("grades of changed solutions, --judge official", answers * len(tasks),
            f"{differ} grades", not differ)
 
@@ -467,7 +474,8 @@ def main(argv=None):
     parser.add_argument("sweet_rl", help="clone of facebookresearch/sweet_rl")
     parser.add_argument("trainer", help="clone of YifeiZhou02/collab_openrlhf")
     parser.add_argument("--tasks", help="a task file of ColBench, such as backend_tasks/test.jsonl,"
-                        " whose solutions are changed and graded, too")
+                        " whose solutions are changed and graded, too; the official grader runs"
+                        " them without a sandbox")
     args = parser.parse_args(argv)
     if sys.version_info >= (3, 13):
         raise SystemExit("found Python 3.13 or newer, expected 3.10 to 3.12: in later ones, the"
