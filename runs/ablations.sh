@@ -17,25 +17,21 @@ learn() { # NAME RANKED FLAGS...: a policy, and its test
   play "$1" "$OUT/$1/policy"
   POLICIES+=("$1=$OUT/test/$1.jsonl")
 }
-critic_and_policy() { # NAME CRITIC_FLAGS...
-  critic "$BASE" "$OUT/$1/critic" --episodes "$OUT/episodes.jsonl" "${@:2}"
-  rank "$OUT/candidates.jsonl" "$OUT/$1/critic"
+critic_and_policy() { # NAME RANKING_FLAGS CRITIC_FLAGS...
+  critic "$BASE" "$OUT/$1/critic" --episodes "$OUT/episodes.jsonl" "${@:3}"
+  rank "$OUT/candidates.jsonl" "$OUT/$1/critic" $2
   learn "$1" "$OUT/$1/critic/ranked.jsonl"
 }
-critic_and_policy sweet_no_privileged --privileged none
-critic_and_policy sweet_no_normalise --normalise none
-critic_and_policy sweet_trajectory --normalise trajectory
+critic_and_policy sweet_no_privileged "" --privileged none
+critic_and_policy sweet_no_normalise "" --normalise none
+critic_and_policy sweet_trajectory "" --normalise trajectory
+critic_and_policy sweet_official "--reference plain" --normalise trajectory --nll 0
 
 mkdir -p "$OUT/sweet_plain"
 python train_critic.py --candidates "$OUT/candidates.jsonl" --output "$OUT/critic" $PACKED \
   --reference plain --ranked "$OUT/sweet_plain/ranked.jsonl"
 true_credit "$OUT/sweet_plain"
 learn sweet_plain "$OUT/sweet_plain/ranked.jsonl"
-
-critic "$BASE" "$OUT/sweet_official/critic" --episodes "$OUT/episodes.jsonl" \
-  --normalise trajectory --nll 0
-rank "$OUT/candidates.jsonl" "$OUT/sweet_official/critic" --reference plain
-learn sweet_official "$OUT/sweet_official/critic/ranked.jsonl"
 
 python variants/value_critic.py --episodes "$OUT/episodes.jsonl" --model "$BASE" --seed "$SEED" \
   "${CRITIC[@]}" "${VALUE_HEAD[@]}" --output "$OUT/sweet_value_head/critic" \
@@ -45,9 +41,7 @@ learn sweet_value_head "$OUT/sweet_value_head/critic/ranked.jsonl"
 
 # A step with learning rate 0 leaves the base as it is: its log-ratio, with the solution to without
 # it, takes the place of a critic
-critic "$BASE" "$OUT/sweet_untrained/critic" --episodes "$OUT/episodes.jsonl" --lr 0 --max_steps 1
-rank "$OUT/candidates.jsonl" "$OUT/sweet_untrained/critic" --reference plain
-learn sweet_untrained "$OUT/sweet_untrained/critic/ranked.jsonl"
+critic_and_policy sweet_untrained "--reference plain" --lr 0 --max_steps 1
 
 if [ "$DOMAIN" = backend ]; then # whose true credit is known
   for ranker in credit random; do

@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import io
 import itertools
-import json
 import os
 import random
 import re
@@ -24,7 +23,8 @@ import types
 from pathlib import Path
 from unittest import mock
 
-from conftest import byte_tokenizer, dialogue, episode, tiny_model
+from conftest import byte_tokenizer, dialogue, episode, read_rows, tiny_model, write_rows
+from parties import LenientJudge, Served
 
 import torch
 from transformers import get_scheduler
@@ -38,7 +38,6 @@ from formats.read import complete_task, group_by_task, load_episodes, read_tasks
 from judge.pages import extract_html
 from judge.sandbox import BackendJudge, Grade
 from runtime.templates import render
-from speakers.interface import Speaker, Utterance
 
 # what the official files import at their heads and these functions do not use
 UNUSED = ("datasets", "fire", "flash_attn", "flash_attn.utils", "flash_attn.utils.distributed",
@@ -91,10 +90,8 @@ def official_tokens(theirs, tokenizer, text, response_template):
 
 def official_losses(theirs, tokenizer, models, pairs, beta, nll, mean):
     """Loss and gradients of the official trainer; pairs of (ids, mask) for chosen and rejected."""
-    trainer = types.SimpleNamespace(tokenizer=tokenizer, mean_log_prob=mean)
-    cls = theirs.trainer.DPOTrainer
-    trainer.concatenated_inputs = types.MethodType(cls.concatenated_inputs, trainer)
-    trainer._get_batch_logps = types.MethodType(cls._get_batch_logps, trainer)
+    trainer = object.__new__(theirs.trainer.DPOTrainer)  # without what only a cluster needs
+    trainer.tokenizer, trainer.mean_log_prob = tokenizer, mean
     loss_of = theirs.loss.DPOLoss(beta)
     losses = []
     for (chosen, chosen_mask), (rejected, rejected_mask) in pairs:  # their micro-batch is a pair
@@ -102,8 +99,8 @@ def official_losses(theirs, tokenizer, models, pairs, beta, nll, mean):
         for model in models:  # the trained one and the reference
             def forward(ids, attention_mask, return_output, model=model):
                 return model(ids, attention_mask=attention_mask)
-            found.append(cls.concatenated_forward(
-                trainer, forward, chosen[None], torch.ones_like(chosen)[None], rejected[None],
+            found.append(trainer.concatenated_forward(
+                forward, chosen[None], torch.ones_like(chosen)[None], rejected[None],
                 torch.ones_like(rejected)[None], chosen_mask[None], rejected_mask[None], [0]))
         (better, worse, _, chosen_nll), (better_reference, worse_reference, _, _) = found
         loss, _, _ = loss_of(better, worse, better_reference.detach(), worse_reference.detach())
@@ -194,10 +191,10 @@ def check_policy_loss(theirs, tokenizer, models, draw, count=8):
 def check_schedule(steps=1000, peak=2e-7):
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([weight], lr=peak)
-    schedule = get_scheduler(
-        "cosine_with_min_lr", optimizer, num_warmup_steps=round(0.03 * steps),
-        num_training_steps=steps, scheduler_specific_kwargs={"min_lr": 0.1 * peak})
     warmup, most = round(0.03 * steps), 0
+    schedule = get_scheduler(
+        "cosine_with_min_lr", optimizer, num_warmup_steps=warmup,
+        num_training_steps=steps, scheduler_specific_kwargs={"min_lr": 0.1 * peak})
     for step in range(steps):
         # their warm-up is a step behind: its first step has a learning rate of 0
         ours = train_critic.learning_rate(step - 1 if step <= warmup else step, steps, peak)
@@ -210,6 +207,14 @@ def check_schedule(steps=1000, peak=2e-7):
 
 # -----------------------------------------------------------------------------
 # Pairs
+
+
+def official_pairs(theirs, rows, samples):
+    """(chosen, rejected) texts of the pairs that evaluate_code.py makes of a file's rows."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+        target = Path(folder, "pairs.jsonl")
+        theirs.evaluate.main(write_rows(Path(folder, "episodes.jsonl"), rows), samples, target)
+        return {(pair["chosen"], pair["rejected"]) for pair in read_rows(target)}
 
 
 def check_pairs_of_episodes(theirs, draw, tasks=200, samples=4):
@@ -225,13 +230,7 @@ def check_pairs_of_episodes(theirs, draw, tasks=200, samples=4):
         group = [episode(f"{task}", rewards[task, sample], sample) for sample in range(samples)]
         ours |= {tuple(f"{task} {side['sample']}" for side in pair)
                  for pair in train_critic.pair_episodes(group)}
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder, "episodes.jsonl"), Path(folder, "pairs.jsonl")
-        source.write_text("\n".join(map(json.dumps, rows)))
-        with mock.patch("builtins.print"):
-            theirs.evaluate.main(source, samples, target)
-        pairs = list(map(json.loads, target.read_text().splitlines()))
-    official = {(pair["chosen"], pair["rejected"]) for pair in pairs}
+    official = official_pairs(theirs, rows, samples)
     yield ("pairs of episodes, --pairs best_vs_rest", len(official),
            f"{len(official ^ ours)} pairs", official == ours)
 
@@ -255,15 +254,10 @@ def check_halves(theirs, draw, states=200):
 # The benchmark
 
 
-class Lines(Speaker):
-    """Says its lines in their order, and keeps what it has read."""
-
-    def __init__(self, lines):
-        self.lines, self.read = iter(lines), []
-
-    def reply(self, request):
-        self.read.append(request.messages)
-        return [Utterance(next(self.lines), finished=True)]
+def says(lines):
+    """A speaker that says these lines in their order."""
+    left = iter(lines)
+    return Served(lambda request: next(left))
 
 
 def talk(environment, said):
@@ -279,12 +273,11 @@ def check_dialogues(theirs, sweet_rl, draw, count=500):
     """
     prompt = Path(sweet_rl, "prompts", "human_simulator_code_prompt.txt").read_text()
     differ = 0
-    judge = types.SimpleNamespace(grade=lambda task, answer: Grade(0.0, False, {}))
     for _ in range(count):
         said = [sentence(draw) + draw.choice(("", "", "\n\n", " I WANT TO ANSWER:", "")) +
                 sentence(draw) for _ in range(10)]
         replies = [sentence(draw, 200) for _ in range(10)]
-        client, human = mock.MagicMock(), Lines(replies)
+        client, human = mock.MagicMock(), says(replies)
         create = client.chat.completions.create
         create.side_effect = [
             mock.Mock(choices=[mock.Mock(message=mock.Mock(content=reply))]) for reply in replies]
@@ -293,7 +286,7 @@ def check_dialogues(theirs, sweet_rl, draw, count=500):
         talk(environment, said)
         task = episode("t", 0.0)["task"] | {"problem_description": "request",
                                             "hidden_information": "hidden"}
-        ours = play(task, 0, Lines(said), human, judge, Rules("", prompt, 10, 400, 0))
+        ours = play(task, 0, says(said), human, LenientJudge(), Rules("", prompt, 10, 400, 0))
         plain = [(message["role"], message["content"]) for message in ours["dialogue_history"]]
         official = [(message["role"], message["content"])
                     for message in environment.dialogue_history]
@@ -301,7 +294,8 @@ def check_dialogues(theirs, sweet_rl, draw, count=500):
         read = [message | {"content": message["content"].strip()}
                 for message in environment.get_dialogue_history()]
         asked = [call.kwargs["messages"] for call in create.call_args_list]
-        differ += (plain, ours["answer"], seen, human.read) != (
+        heard = [request.messages for request in human.asked]
+        differ += (plain, ours["answer"], seen, heard) != (
             official, environment.answer, read, asked)
     yield ("dialogues: messages, answer, what both parties read", count, f"{differ} dialogues",
            not differ)
@@ -330,7 +324,7 @@ def check_page_dialogues(theirs, draw, count=500):
         judge = types.SimpleNamespace(
             grade=lambda task, page, graded=graded: graded.append(page) or Grade(0.0, None, {}),
             picture=lambda page: None)
-        ours = play(task, 0, Lines(said), Lines(replies), judge, Rules("", "", 10, 1000, 0))
+        ours = play(task, 0, says(said), says(replies), judge, Rules("", "", 10, 1000, 0))
         official = [message["content"].strip() for message in environment.dialogue_history]
         plain = [message["content"].strip() for message in ours["dialogue_history"]]
         shown = "" if environment.answer == "No answer" else environment.answer
@@ -369,14 +363,10 @@ def check_import(theirs, tokenizer, sweet_rl, draw, tasks=40, samples=3):
     turns = [[message for message in row["dialogue_history"] if message["role"] == "assistant"]
              for row in rows]
     with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
-        source, pairs, target = (Path(folder, name) for name in ("theirs", "pairs", "ours"))
-        source.write_text("\n".join(map(json.dumps, rows)))
+        source, target = write_rows(Path(folder, "theirs"), rows), Path(folder, "ours")
         import_command(argparse.Namespace(
             file=source, output=target, agent_prompt=prompt_file, judge="official"))
         episodes, _ = load_episodes([target])
-        theirs.evaluate.main(source, samples, pairs)
-        official = {(pair["chosen"], pair["rejected"])
-                    for pair in map(json.loads, pairs.read_text().splitlines())}
         rewards = theirs.grader.code_evaluate(rows)
     yield ("rewards of the simulator's file, imported", len(rows),
            f"{sum(a['reward'] != b for a, b in zip(episodes, rewards, strict=True))} rewards",
@@ -387,10 +377,10 @@ def check_import(theirs, tokenizer, sweet_rl, draw, tasks=40, samples=3):
         starts = turn_starts(messages, generation_prompt=False)
         differ += [render(tokenizer, messages[:start]) for start in starts] != [
             message["input"] for message in said]
+        found["text"] = said[-1]["input"] + said[-1]["output"]
     yield "what its agent reads, turn by turn", len(rows), f"{differ} dialogues", not differ
-    text_of = {id(found): said[-1]["input"] + said[-1]["output"]
-               for found, said in zip(episodes, turns, strict=True)}
-    ours = {(text_of[id(chosen)], text_of[id(rejected)])
+    official = official_pairs(theirs, rows, samples)
+    ours = {(chosen["text"], rejected["text"])
             for group in group_by_task(episodes).values()
             for chosen, rejected in train_critic.pair_episodes(group)}
     yield ("its pairs of dialogues", len(official), f"{len(official ^ ours)} pairs",
@@ -422,33 +412,32 @@ def check_grades(theirs):
                "def f(n):\n    while True:\n        pass", "def f(n):\n    raise ValueError"]
     task = {"ground_truth": SOLUTION, "test_cases": {"a": "f(2)", "b": "f(0)", "c": "f(-1)",
                                                      "d": "f(2) == 4"}}
-    differ = 0
-    with BackendJudge("official", workers=1) as judge:
-        for answer in answers:
-            official = theirs.grader.check_correctness(SOLUTION, answer, task["test_cases"])
-            differ += official != judge.grade(task, answer).reward
-    yield "grades, --judge official", len(answers), f"{differ} grades", not differ
+    yield compared_grades(theirs, "grades", [(task, answer) for answer in answers])
 
 
 def check_real_tasks(theirs, path, draw, answers=6):
-    """Grades of changed solutions of a task file.
+    """Grades of changed solutions of a task file."""
+    yield compared_grades(theirs, "grades of changed solutions", [
+        (task, changed(task["ground_truth"], draw))
+        for task in read_tasks(path) for _ in range(answers)])
 
-    The official grader runs them in this process. Some print, and some write files: here to a
-    folder that is removed.
+
+def compared_grades(theirs, what, answered):
+    """The line on the grades of (task, answer) pairs.
+
+    The official grader runs the answers in this process. Some print, and some write files: here to
+    a folder that is removed.
     """
-    tasks, differ, home = read_tasks(path), 0, os.getcwd()
-    with BackendJudge("official") as judge, tempfile.TemporaryDirectory() as folder:
+    differ, home = 0, os.getcwd()
+    with (BackendJudge("official") as judge, tempfile.TemporaryDirectory() as folder,
+          contextlib.redirect_stdout(io.StringIO())):
         os.chdir(folder)
-        for task in tasks:
-            for _ in range(answers):
-                answer = changed(task["ground_truth"], draw)
-                with contextlib.redirect_stdout(io.StringIO()):
-                    official = theirs.grader.check_correctness(
-                        task["ground_truth"], answer, task["test_cases"])
-                differ += official != judge.grade(task, answer).reward
+        for task, answer in answered:
+            official = theirs.grader.check_correctness(
+                task["ground_truth"], answer, task["test_cases"])
+            differ += official != judge.grade(task, answer).reward
         os.chdir(home)
-    yield ("grades of changed solutions, --judge official", answers * len(tasks),
-           f"{differ} grades", not differ)
+    return f"{what}, --judge official", len(answered), f"{differ} grades", not differ
 
 
 def changed(code, draw):
