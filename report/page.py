@@ -24,6 +24,7 @@ from toy.credit import has_toy_credit, toy_credit
 
 PAGE = Path(__file__).with_name("page.html")
 THUMBNAIL = 360  # pixels of width
+BATCH_TOKENS = 2048  # that the critic reads at a time
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
 # -----------------------------------------------------------------------------
@@ -148,18 +149,36 @@ def episodes_to_show(episodes):
 
 def add_advantages(critic, episodes):
     """Set the `advantages` of all agent turns, None for turns that are too long for the critic."""
-    for episode in join_processes().watch(episodes, "episode", "advantages"):
+    read = []
+    for episode in episodes:
         episode["advantages"] = [None] * episode["turns"]
         row = critic.dialogue_row(episode)
-        if row is None:
-            continue
-        [values] = critic.turn_advantages([row]).tolist()
-        end = row.dropped + len(values)  # a fork's rows may count tokens in place of turns
-        if end > episode["turns"]:
-            raise SystemExit(f"found {len(values)} advantages of an episode of {episode['turns']}"
-                             " turns, expected one a turn; a critic of tokens has to sum them in"
-                             " turn_advantages")
-        episode["advantages"][row.dropped:end] = values
+        if row is not None:
+            read.append((row, episode))
+    with join_processes().watch(None, "episode", "advantages", total=len(read)) as bar:
+        for batch in batches_of(read):
+            values = critic.turn_advantages([row for row, _ in batch])  # (R, S)
+            most = max(episode["turns"] - row.dropped for row, episode in batch)
+            if values.shape[1] > most:  # a fork's rows may count tokens in place of turns
+                raise SystemExit(f"found {values.shape[1]} advantages of an episode of {most} turns,"
+                                 " expected one a turn; a critic of tokens has to sum them in"
+                                 " turn_advantages")
+            for (row, episode), of_row in zip(batch, values.tolist(), strict=True):
+                end = min(row.dropped + row.turns, episode["turns"])
+                episode["advantages"][row.dropped:end] = of_row[:end - row.dropped]
+            bar.update(len(batch))
+
+
+def batches_of(read):
+    """Parts of the (row, episode) read, of at most BATCH_TOKENS each; a longer row stands alone."""
+    batch = []
+    for entry in sorted(read, key=lambda entry: len(entry[0].ids)):
+        if batch and (len(batch) + 1) * len(entry[0].ids) > BATCH_TOKENS:  # padded to this one
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
 
 
 def true_credits(episode):

@@ -20,6 +20,7 @@ learn() { # NAME RANKED FLAGS...: a policy, and its test
 critic_and_policy() { # NAME RANKING_FLAGS CRITIC_FLAGS...
   critic "$BASE" "$OUT/$1/critic" --episodes "$OUT/episodes.jsonl" "${@:3}"
   rank "$OUT/candidates.jsonl" "$OUT/$1/critic" $2
+  true_credit "$OUT/$1/critic"
   learn "$1" "$OUT/$1/critic/ranked.jsonl"
 }
 critic_and_policy sweet_no_privileged "" --privileged none
@@ -56,6 +57,7 @@ fi
 learn sweet_positive_vs_negative "$OUT/critic/ranked.jsonl" --pairing positive_vs_negative
 critic "$BASE" "$OUT/sweet_lora/critic" --episodes "$OUT/episodes.jsonl" --lora_rank 16 --lr 1e-4
 rank "$OUT/candidates.jsonl" "$OUT/sweet_lora/critic"
+true_credit "$OUT/sweet_lora/critic"
 learn sweet_lora "$OUT/sweet_lora/critic/ranked.jsonl" --lora_rank 16 --lr 3e-3
 
 best_of() { # NAME N CRITIC; the best of one is the base itself

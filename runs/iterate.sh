@@ -21,6 +21,7 @@ for round in $(seq "$FIRST" "$ROUNDS"); do
   critic "$BASE" "$DIR/critic" --episodes "${EPISODES[@]}"
   candidates "$MODEL" "$DIR/episodes.jsonl" "$DIR/candidates.jsonl"
   rank "$DIR/candidates.jsonl" "$DIR/critic"
+  true_credit "$DIR/critic"
   policy "$DIR/critic/ranked.jsonl" "$MODEL" "$DIR/policy"
   MODEL=$DIR/policy
   play "sweet_round$round" "$MODEL"

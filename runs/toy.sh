@@ -39,7 +39,11 @@ running || finished # says so, and stops, if that job has failed
 
 step "3. Ranks, SWEET-RL's policy, and rejection fine-tuning"
 rank "$OUT/candidates.jsonl" "$OUT/critic"
+TQDM_DISABLE=1 true_credit "$OUT/critic" >"$OUT/credit.log" & # the cores take turns
+CREDIT=$!
 policy "$OUT/critic/ranked.jsonl" "$BASE" "$OUT/sweet"
+wait "$CREDIT"
+cat "$OUT/credit.log"
 rft "$OUT/episodes.jsonl" "$OUT/rft"
 
 running || finished
@@ -60,7 +64,11 @@ POLICIES=()
 for name in base single_turn rft mtdpo sweet; do
   POLICIES+=("$name=$OUT/test/$name.jsonl")
 done
-python evaluate.py "${POLICIES[@]}" --output "$OUT/test"
-python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
+python evaluate.py "${POLICIES[@]}" --output "$OUT/test" >"$OUT/evaluate.log" &
+EVALUATION=$!
+REPORT=$(python -m report "${POLICIES[@]}" --critic "$OUT/critic" --output "$OUT/report.html" \
   --metrics sweet="$OUT/sweet/metrics.jsonl" \
-  mtdpo="$OUT/mtdpo/metrics.jsonl" rft="$OUT/rft/metrics.jsonl" | tail -n 1
+  mtdpo="$OUT/mtdpo/metrics.jsonl" rft="$OUT/rft/metrics.jsonl" | tail -n 1)
+wait "$EVALUATION"
+cat "$OUT/evaluate.log"
+echo "$REPORT"

@@ -86,7 +86,6 @@ critic() { # MODEL OUTPUT --episodes FILE... FLAGS...
 }
 rank() { # CANDIDATES CRITIC FLAGS...: writes CRITIC/ranked.jsonl, so FLAGS may not hold --ranked
   python train_critic.py --candidates "$1" --output "$2" $PACKED "${@:3}"
-  true_credit "$2"
 }
 true_credit() { # CRITIC: how true its ranks are, in its metrics.jsonl, too; pages have no credit
   [ "$DOMAIN" = frontend ] ||

@@ -26,11 +26,13 @@ for cell in $CELLS; do
     candidates "$BASE" "$OUT/episodes.jsonl" "$OUT/candidates.jsonl"
     critic "$BASE" "$OUT/critic" --episodes "$OUT/episodes.jsonl"
     rank "$OUT/candidates.jsonl" "$OUT/critic"
+    true_credit "$OUT/critic"
     learn sweet "$OUT/critic/ranked.jsonl"
     learn sweet_positive_vs_negative "$OUT/critic/ranked.jsonl" --pairing positive_vs_negative
     no_privileged=$OUT/sweet_no_privileged/critic
     critic "$BASE" "$no_privileged" --episodes "$OUT/episodes.jsonl" --privileged none
     rank "$OUT/candidates.jsonl" "$no_privileged"
+    true_credit "$no_privileged"
     learn sweet_no_privileged "$no_privileged/ranked.jsonl"
     rft "$OUT/episodes.jsonl" "$OUT/rft"
     play rft "$OUT/rft"

@@ -48,7 +48,8 @@ def test_the_toy_recipe_trains_plays_and_compares_every_policy(tmp_path):
     assert Counter(map(check_command, commands)) == {
         "collect.py": 7, "train_critic.py": 2, "toy/credit.py": 1, "train_policy.py": 2,
         "variants/sft.py": 1, "evaluate.py": 1, "report/__main__.py": 1}
-    compared = [word.partition("=")[0] for word in commands[-2] if word.endswith(".jsonl")]
+    [evaluation] = [words for words in commands if check_command(words) == "evaluate.py"]
+    compared = [word.partition("=")[0] for word in evaluation if word.endswith(".jsonl")]
     assert compared == ["base", "single_turn", "rft", "mtdpo", "sweet"]
 
 

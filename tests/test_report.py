@@ -574,10 +574,10 @@ def test_the_critic_reads_all_dialogues_that_the_file_can_hold_and_not_many_more
     class Reading:
         def dialogue_row(self, found):
             read.append(found)
-            return types.SimpleNamespace(dropped=0)
+            return types.SimpleNamespace(ids=[1], turns=2, dropped=0)
 
         def turn_advantages(self, rows):
-            return torch.ones(1, 2)
+            return torch.ones(len(rows), 2)
 
     monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
     page.annotate({"p": [run]}, Reading(), ())
