@@ -170,7 +170,7 @@ def add_advantages(critic, episodes):
 
 
 def batches_of(read):
-    """Parts of the (row, episode) read, of at most BATCH_TOKENS each; a longer row stands alone."""
+    """Parts of the (row, episode) read, of at most BATCH_TOKENS; a longer row stands alone."""
     batch = []
     for entry in sorted(read, key=lambda entry: len(entry[0].ids)):
         if batch and (len(batch) + 1) * len(entry[0].ids) > BATCH_TOKENS:  # padded to this one
