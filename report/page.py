@@ -160,9 +160,9 @@ def add_advantages(critic, episodes):
             values = critic.turn_advantages([row for row, _ in batch])  # (R, S)
             most = max(episode["turns"] - row.dropped for row, episode in batch)
             if values.shape[1] > most:  # a fork's rows may count tokens in place of turns
-                raise SystemExit(f"found {values.shape[1]} advantages of an episode of {most} turns,"
-                                 " expected one a turn; a critic of tokens has to sum them in"
-                                 " turn_advantages")
+                raise SystemExit(f"found {values.shape[1]} advantages of an episode of {most}"
+                                 " turns, expected one a turn; a critic of tokens has to sum them"
+                                 " in turn_advantages")
             for (row, episode), of_row in zip(batch, values.tolist(), strict=True):
                 end = min(row.dropped + row.turns, episode["turns"])
                 episode["advantages"][row.dropped:end] = of_row[:end - row.dropped]
