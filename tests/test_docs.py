@@ -6,13 +6,15 @@ continued lines count as a shell counts them (commands.py). What a test says is 
 
 import ast
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 
 import pytest
 from commands import check_command, parser_of, record
-from conftest import ROOT
+from conftest import ROOT, run_script
 
 from formats.read import complete_episode, complete_task, read_candidates
 from judge.sandbox import grade_all
@@ -152,6 +154,28 @@ def test_the_formats_send_metrics_to_a_logger(tmp_path, monkeypatch):
     (tmp_path / "out/sweet/metrics.jsonl").write_text('{"step": 3, "train/loss": 0.5}\n')
     exec(blocks((ROOT / "docs/formats.md").read_text(), "python")[0], {})
     assert logged == [(3, {"train/loss": 0.5})]
+
+
+DECIMAL = r"[-+]?\d+\.\d+"
+
+
+def test_the_tour_prints_what_it_says(tmp_path):
+    text = (ROOT / "docs/tour.md").read_text()
+    [collecting] = blocks(text, "bash")
+    [(_, *words)] = commands_of(collecting, tmp_path)
+    (tmp_path / "toy").symlink_to(ROOT / "toy")  # it names toy/base
+    assert words[-2:] == ["--output", "out/tour.jsonl"]
+    run_script(*words[:-1], tmp_path / "out/tour.jsonl")
+    # as pasted into a prompt, where an empty line ends a loop
+    typed = "\nprint('#')\n".join(blocks(text, "python"))
+    done = subprocess.run([sys.executable, "-i", "-q"], input=typed, cwd=tmp_path, text=True,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert "Error" not in done.stderr, done.stderr
+    expected = "#\n".join(blocks(text, "text"))
+    assert re.sub(DECIMAL, "", done.stdout) == re.sub(DECIMAL, "", expected)
+    found = [float(number) for number in re.findall(DECIMAL, done.stdout)]
+    stated = [float(number) for number in re.findall(DECIMAL, expected)]
+    assert found == pytest.approx(stated, rel=0.03, abs=0.002)  # processors round differently
 
 
 # -----------------------------------------------------------------------------
