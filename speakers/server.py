@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import ssl
 import sys
 import threading
 import time
@@ -304,6 +305,11 @@ class ServerSpeaker(Speaker):
             return None
         if isinstance(failure, (urllib.error.URLError, http.client.InvalidURL)):
             reason = getattr(failure, "reason", failure)  # why no connection came about
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise SystemExit(f"{self.url}: found a certificate that this machine does not trust"
+                                 f" ({reason}), expected one of a known authority; name the file of"
+                                 " its authority's certificate in the environment variable"
+                                 " SSL_CERT_FILE, then rerun the command")
             raise SystemExit(f"{self.url}: found no server ({reason}), expected one that answers;"
                              " start it or correct the address, then rerun the command")
         return []  # requests have more patience with its faults

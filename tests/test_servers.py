@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import ssl
 import threading
 import types
 from urllib.request import ProxyHandler
@@ -524,6 +525,17 @@ def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, 
         answers = ask_all(load_speaker(server.url, settings=named(name)), CONVERSATIONS[:2])
     assert all(isinstance(answer[0], Utterance) for answer in answers)
     assert server.seen_models == {name}
+
+
+def test_a_certificate_that_this_machine_does_not_trust_is_named_as_such(impatient, monkeypatch):
+    untrusted = ssl.SSLCertVerificationError(1, "certificate verify failed: self-signed")
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", lambda *_, **__: raise_(untrusted))
+    with running(echo) as server, pytest.raises(SystemExit, match="does not trust .*SSL_CERT_FILE"):
+        load_speaker(server.url.replace("http:", "https:"))
+
+
+def raise_(error):
+    raise error
 
 
 @pytest.mark.parametrize("address, reason", [
