@@ -7,8 +7,13 @@ from runtime.text import harmless, with_interval
 
 
 def verdict(results):
-    """Sentences: the best policy against the next best, the others, then what to beware of."""
-    return [*who_won(results), *cautions(results), *other_reasons(results)]
+    """Sentences: the best policy against the next best, the others, then what to beware of, and
+    what else than the policies may explain a difference.
+    """
+    policies = results["policies"]
+    return [*who_won(results), *cautions(results), *different_humans(policies),
+            *different_rules(policies), *different_judges(policies),
+            *choices_among_candidates(policies)]
 
 
 def who_won(results):
@@ -103,46 +108,34 @@ def is_ahead(lead):
 
 def cautions(results):
     """Sentences on what makes the numbers mean less than they seem to."""
-    sentences = []
     if results["leads"] and min(policy["seeds"] for policy in results["policies"].values()) < 3:
-        sentences.append("With fewer than three seeds of a policy, the intervals hardly cover how"
-                         " much another training run would differ.")
+        yield ("With fewer than three seeds of a policy, the intervals hardly cover how much"
+               " another training run would differ.")
     if results["unsolvable"]:
-        sentences.append(f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by"
-                         " their own solution; these count as not solved.")
+        yield (f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by their own"
+               " solution; these count as not solved.")
     for name, policy in results["policies"].items():
         if policy["errors"]:
             reason, _ = policy["errors"].most_common(1)[0]
             reason = harmless(" ".join(reason.split()))[:300]
-            sentences.append(f"An error stopped {policy['errors'].total()} of {policy['episodes']}"
-                             f" dialogues of {name}, which count nowhere else; the most frequent:"
-                             f" {reason}")
+            yield (f"An error stopped {policy['errors'].total()} of {policy['episodes']} dialogues"
+                   f" of {name}, which count nowhere else; the most frequent: {reason}")
     silent = []
     for name, policy in results["policies"].items():
         number = policy["numbers"]["no_answer"]
         if number and number["value"] > 0.5:
             silent.append(f"{name} {100 * number['value']:.0f} %")
     if silent:
-        sentences.append("More than half of the episodes end without an answer"
-                         f" ({', '.join(silent)}): success there says more about whether a policy"
-                         " answers at all than about its answers.")
-    return sentences
-
-
-def other_reasons(results):
-    """Sentences on what else than the policies may explain a difference."""
-    policies = results["policies"]
-    return [*different_humans(policies), *different_rules(policies), *different_judges(policies),
-            *choices_among_candidates(policies)]
+        yield (f"More than half of the episodes end without an answer ({', '.join(silent)}):"
+               " success there says more about whether a policy answers at all than about its"
+               " answers.")
 
 
 def different_humans(policies):
     humans = {harmless(human) for policy in policies.values() for human in policy["humans"]}
     if len(humans) > 1:
-        return ["The dialogues were held with different humans"
-                f" ({', '.join(sorted(humans))}), so differences between policies may be due to"
-                " them."]
-    return []
+        yield (f"The dialogues were held with different humans ({', '.join(sorted(humans))}), so"
+               " differences between policies may be due to them.")
 
 
 def different_rules(policies):
@@ -152,16 +145,15 @@ def different_rules(policies):
     """
     limits = {name: policy["max_turns"] for name, policy in policies.items()
               if policy["max_turns"] and policy["max_turns"] > 1}
-    if len(set(limits.values())) > 1:
-        listed = ", ".join(f"{name} {limit}" for name, limit in limits.items())
-        return [f"The policies had different numbers of turns (--max_turns: {listed}), so"
-                " differences may be due to them."]
     prompts = {tuple(policy["prompts"]) for policy in policies.values()
                if policy["prompts"] and policy["max_turns"] != 1}
-    if len(prompts) > 1:
-        return ["The agents had different instructions (agent_prompt in the episodes), so"
-                " differences may be due to them."]
-    return []
+    if len(set(limits.values())) > 1:
+        listed = ", ".join(f"{name} {limit}" for name, limit in limits.items())
+        yield (f"The policies had different numbers of turns (--max_turns: {listed}), so"
+               " differences may be due to them.")
+    elif len(prompts) > 1:
+        yield ("The agents had different instructions (agent_prompt in the episodes), so"
+               " differences may be due to them.")
 
 
 def different_judges(policies):
@@ -170,14 +162,12 @@ def different_judges(policies):
     if len(set(judges.values())) > 1:
         listed = ", ".join(f"{name} {harmless(judge) or 'the defaults'}"
                            for name, judge in judges.items())
-        return [f"The answers were graded with different flags ({listed}), so differences may be"
-                " due to them."]
-    return []
+        yield (f"The answers were graded with different flags ({listed}), so differences may be"
+               " due to them.")
 
 
 def choices_among_candidates(policies):
     """A sentence for each policy whose turns were chosen among candidates."""
-    sentences = []
     for name, policy in policies.items():
         for count, scorer in policy["best_of"]:
             sentence = (f"Each turn of {name} was the best of {count} candidates by"
@@ -185,8 +175,7 @@ def choices_among_candidates(policies):
             if not scorer.startswith(GRADER):  # a language model, which sees no solution
                 sentence += (" A critic that sees the solution cannot choose for a deployed"
                              " policy.")
-            sentences.append(sentence)
-    return sentences
+            yield sentence
 
 
 # -----------------------------------------------------------------------------
