@@ -53,7 +53,7 @@ def main(args):
         else:
             annotate(policies, critic=None, held_out=())
     else:  # to watch a training run
-        results, sentences, tables = None, training_sentences(training), []
+        results, sentences, tables = None, list(training_sentences(training)), []
     data = overview(results, policies, named_files(args.policies), training)
     data |= {"sentences": sentences, "tables": tables}
     write_atomically(args.output, page_of(data, policies))

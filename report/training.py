@@ -101,7 +101,6 @@ FEW_PAIRS = 50  # of which even guessing can rank 64 % right
 
 def ranking_sentences(training):
     """How well critics rank the pairs that they were not trained on."""
-    sentences = []
     for run in training:
         if "holdout/accuracy" in run.last:
             pairs = run.last.get("holdout/pairs", 0)
@@ -109,18 +108,15 @@ def ranking_sentences(training):
                         f" {pairs:.0f} held-out pairs of dialogues right (guessing: 50 %).")
             if pairs < FEW_PAIRS:
                 sentence += " So few pairs tell little."
-            sentences.append(sentence)
-    return sentences
+            yield sentence
 
 
 def training_sentences(training):
     """How far each run is, for a page without episodes; smoothed, as its curves are."""
-    sentences = []
     for run in training:
         parts = [f"step {run.last['step']}" if run.rows else "no step yet"]
         for curve in training_curves(run):
             if not curve["folded"]:
                 _, value = curve["points"][-1]
                 parts.append(f"{curve['title'].lower()} {value:.3g} {curve['y']}")
-        sentences.append(f"{run.name}: {', '.join(parts)}.")
-    return sentences
+        yield f"{run.name}: {', '.join(parts)}."
