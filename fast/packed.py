@@ -28,7 +28,7 @@ LOGITS_AT_ONCE = 512  # scored tokens whose logits are in fp32 at a time
 def turn_logprobs(model, rows):
     """(logprobs, tokens): the summed log-prob of each turn's tokens, and their number; (R, S) each.
     """
-    keys = [tokens_of(row) for row in rows]
+    keys = [(tuple(row.ids), tuple(row.turn_index)) for row in rows]
     distinct = dict(zip(keys, rows, strict=True))  # equal rows are computed once
     number = {row: index for index, row in enumerate(distinct.values())}
     packs = pack_rows(distinct.values(), PACK_TOKENS if can_pack(model) else 0)
@@ -55,11 +55,6 @@ def turn_logprobs(model, rows):
         (row_of, turn_of), torch.ones_like(target), accumulate=True)
     order = [number[distinct[key]] for key in keys]
     return sums[order], tokens[order]
-
-
-def tokens_of(row):
-    """What makes two rows equal."""
-    return tuple(row.ids), tuple(row.turn_index)
 
 
 # -----------------------------------------------------------------------------
