@@ -135,7 +135,7 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     With move=False, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
     weights with the matrices beside them, unless `merged` is true.
     """
-    check_checkpoint(path)
+    config = load_config(path)
     # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
     # plans anew for each length
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -144,7 +144,6 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
-    config = load_config(path)
     if model_class is transformers.AutoModelForCausalLM:
         refuse_vision_language(config, path)
     apart = dtype == "bfloat16" and Path(path, MATRICES).is_file() and not merged
