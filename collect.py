@@ -1,4 +1,4 @@
-r"""Collect episodes: an agent talks to a simulated human, a judge grades its answer (section 3).
+r"""Collect episodes: agent and simulated human talk, and a judge grades the answer (section 3).
 
   1. Each task is played `--samples_per_task` times.                             play
   2. `--batch_size` dialogues run at a time, a thread for each; a local model
@@ -95,10 +95,11 @@ def play(task, sample, agent, human, judge, rules):
         for turn in range(1, rules.max_turns + 1):
             party = "agent"  # who has to speak, for an error's message
             utterance = ask(agent, agent_messages(history, prompt))
-            # what the human reads; `output` is all that the agent wrote, its thoughts included
+            # content: what the human reads; answer: None unless this message gives one
             content, answer = split_message(
                 task, utterance.text, last_turn=turn == rules.max_turns)
-            history.append({"role": "assistant", "content": content, "output": utterance.text,
+            history.append({"role": "assistant", "content": content,
+                            "output": utterance.text,  # all that the agent wrote, its thoughts, too
                             "finished": utterance.finished})
             if answer is not None:
                 break
@@ -143,7 +144,7 @@ def states_of(episodes):
 def choose_states(episodes, fraction, states_per_task, seed):
     """The states of a share of the tasks, at most `states_per_task` of each.
 
-    At the same cost, fewer states of each task cover more tasks.
+    At the same cost, fewer states of each task leave room for more tasks.
     """
     task_ids = sorted(group_by_task(episodes))
     random.Random(derive_seed(seed, "fraction")).shuffle(task_ids)
@@ -217,7 +218,7 @@ def collect_states(args, process):
                       models=(args.agent,))
     if store.missing(jobs):
         agent = open_agent(args, process)
-        # how many states; several batches of a local model, which sorts their prompts by length
+        # how many states: enough for several batches of a local model, which sorts them by length
         at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key):

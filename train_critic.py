@@ -16,6 +16,8 @@ r"""Train the critic of SWEET-RL: an advantage for each turn (arXiv 2503.15478, 
         --model meta-llama/Llama-3.1-8B-Instruct --output critic --packed
     python train_critic.py --output critic --candidates more.jsonl --ranked more.ranked.jsonl
 
+Without --episodes, nothing is trained: the critic in --output ranks the candidates.
+
 The defaults are for an 8B model, with the numbers of the paper's Table 5. The tiny toy/base needs
 the values shown with it.
 
@@ -330,7 +332,7 @@ def train(args):
     if run.complete:
         return
     # if a larger --max_steps continues a run, what the critic has ranked so far is out of date
-    run.remove("ranked.jsonl", "ranked.jsonl.r*")  # with .run.json, .rank0, ...
+    run.remove("ranked.jsonl", "ranked.jsonl.r*")  # and ranked.jsonl.run.json, .rank0, ...
 
     # pairs of rows; some tasks are held out
     tokenizer = load_tokenizer(args.model)
@@ -363,9 +365,9 @@ def train(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # `mine` are this process's pairs. FSDP averages gradients over the processes; `weight`, the
-        # number of processes, turns the mean into a sum. All processes must run equally many
-        # forwards, so one that has no pair left repeats a pair with weight 0
+        # `mine` are this process's pairs. FSDP averages gradients over the processes, but a sum is
+        # needed, so `weight` is the number of processes. All must run equally many forwards: one
+        # that has no pair left gets some pair again, with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = critic_objective(model, mine, args.beta, args.nll, args.normalise)
             (weight * metrics["loss"].sum() / len(batch)).backward()
@@ -420,7 +422,10 @@ class Critic:
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
 
     def advantages(self, task, messages, texts, finished):
-        """Each text's advantage as the turn after `messages`; None if the longest does not fit."""
+        """Each text's advantage as the turn after `messages`; None if the longest does not fit.
+
+        A text that was cut at the token limit (finished: False) gets no end-of-turn token.
+        """
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
         reference_rows = rows
         if self.reference_privileged != self.privileged:
@@ -481,7 +486,8 @@ def parse_args(argv=None):
     parser.add_argument("--episodes", nargs="+", action="extend", default=[],
                         help="episode files to train on; omit them to rank with a trained critic")
     parser.add_argument("--model", help="model to start from; also the frozen reference")
-    parser.add_argument("--output", required=True, help="the critic's checkpoint directory")
+    parser.add_argument("--output", required=True,
+                        help="the critic's checkpoint directory; only read without --episodes")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
                         " is omitted if even its last turn does not fit")

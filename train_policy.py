@@ -364,9 +364,9 @@ def main(args):
 
         # sorted, so that pairs of similar length share a micro-batch
         batch = sorted(batches[step], key=lambda pair: max(row.last_turn_start for row in pair))
-        # `mine` are this process's pairs. FSDP averages gradients over the processes; `weight`, the
-        # number of processes, turns the mean into a sum. All processes must run equally many
-        # forwards, so one that has no pair left repeats a pair with weight 0
+        # `mine` are this process's pairs. FSDP averages gradients over the processes, but a sum is
+        # needed, so `weight` is the number of processes. All must run equally many forwards: one
+        # that has no pair left gets some pair again, with weight 0
         for mine, weight in run.share(batch, args.micro_batch_size):
             metrics = dpo_objective(model, mine, args.beta, args.nll)
             (weight * metrics["loss"].sum() / len(batch)).backward()

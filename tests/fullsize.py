@@ -132,8 +132,6 @@ class Memory(TorchDispatchMode):
 class LoneProcess(Process):
     """The last of several ranks that do not exist."""
 
-    bar = {"disable": True}
-
     def barrier(self):
         pass
 
