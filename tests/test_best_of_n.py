@@ -162,6 +162,7 @@ def test_a_grader_is_asked_as_its_flags_say_and_may_move_while_its_model_stays(t
     assert asked == {("m", 0.5, 99)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["train_critic.py", "variants/value_critic.py"])
 def test_critics_of_either_kind_choose_and_episodes_note_it(tiny, toy_episodes, tmp_path, trainer):
     critic = tmp_path / "critic"

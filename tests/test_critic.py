@@ -518,6 +518,7 @@ def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forw
     assert critic.advantages(TASK, dialogue("t"), ["\n", "x"], [False, False])[0] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_more_steps_rank_again_even_after_a_ranking_was_killed(trained, tiny, tmp_path, killed):
     candidates = write_candidates(tmp_path / "candidates.jsonl")

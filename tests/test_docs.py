@@ -159,6 +159,7 @@ def test_the_formats_send_metrics_to_a_logger(tmp_path, monkeypatch):
 DECIMAL = r"[-+]?\d+\.\d+"
 
 
+@pytest.mark.slow
 def test_the_tour_prints_what_it_says(tmp_path):
     text = (ROOT / "docs/tour.md").read_text()
     [collecting] = blocks(text, "bash")

@@ -63,6 +63,7 @@ def test_the_table_names_every_patch():
     assert FORKS.keys() == {path.stem for path in (ROOT / "docs/forks").glob("*.patch")}
 
 
+@pytest.mark.slow
 def test_a_square_root_normaliser_trains_and_ranks(fork):
     folder = fork("sqrt_normaliser")
     run(FORKS["sqrt_normaliser"], folder, "--max_steps", "2")
@@ -83,6 +84,7 @@ for whole, root, ids in zip(advantages(), roots, critic.tokenizer(texts)["input_
         assert square == pytest.approx(length, rel=1e-3) and length > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, first_loss", [("ipo", 25.0), ("hinge", 1.0)])
 def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss):
     folder = fork(name)
@@ -90,6 +92,7 @@ def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss
     assert metrics(folder / name)[0]["train/loss"] == pytest.approx(first_loss, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_loss_without_reference_compares_mean_log_probs(fork):
     folder = fork("simpo")
     run(FORKS["simpo"], folder, "--nll", "0", "--batch_size", "1", "--max_steps", "2")
@@ -98,6 +101,7 @@ def test_a_loss_without_reference_compares_mean_log_probs(fork):
     assert first["train/loss"] == pytest.approx(softplus(1 - first["train/margin"]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loss_that_knows_the_advantages_starts_at_their_differences(fork):
     folder = fork("odpo")
     run(FORKS["odpo"], folder, "--nll", "0")
@@ -112,6 +116,7 @@ def softplus(value):
     return math.log1p(math.exp(value))
 
 
+@pytest.mark.slow
 def test_an_output_is_held_to_the_code_that_made_it_and_to_what_that_imports(fork):
     folder = fork("hinge")
     (folder / "mine").mkdir()
@@ -146,6 +151,7 @@ def test_a_critic_of_ones_own_ranks_for_the_policy(tmp_path):
     assert first["advantages"][0] > 0 > first["advantages"][-1]
 
 
+@pytest.mark.slow
 def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
     folder = fork("gap_pairing")
     run(FORKS["gap_pairing"], folder)
@@ -154,6 +160,7 @@ def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
     assert run_code(code, folder).strip() == "[(3, 0), (3, 1), (3, 2)]"
 
 
+@pytest.mark.slow
 def test_the_lying_human_denies_a_wish_that_it_has(fork):
     folder = fork("lying_human")
     run(FORKS["lying_human"], folder)

@@ -88,6 +88,7 @@ def test_a_larger_max_steps_changes_nothing_where_all_steps_were_taken(tiny, tmp
     assert (tmp_path / "run/run.json").read_bytes() == record
 
 
+@pytest.mark.slow
 def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(tiny, tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
 
@@ -158,6 +159,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     assert f"{tmp_path}: this file system has no locks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_leaves_no_checkpoint_of_fewer_steps(tiny, tmp_path):
     command = training(write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "cut")
     run_script("train_policy.py", *command, "--max_steps", 1)

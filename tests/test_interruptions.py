@@ -232,6 +232,7 @@ def test_a_stop_is_clean_and_says_how_to_resume(commands, tmp_path, name, signal
     assert contents(tmp_path / "output") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, signalled", [(1, [0]), (2, [0, 1]), (2, [1])])
 def test_a_stopped_training_repeats_no_step_that_was_taken(commands, tmp_path, ranks, signalled):
     given = commands["mtdpo"]
@@ -275,6 +276,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_numbers(commands, tiny,
     assert not (tmp_path / "output/config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, more", [
     ("mtdpo", ()),
     ("critic", ("--holdout", 0)),

@@ -693,6 +693,7 @@ def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge,
     assert judge.grade(DOUBLE, DOUBLE["ground_truth"]).success
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_time_that_an_answer_waits_for_a_core_is_not_its_own():
     cores = os.sched_getaffinity(0)
@@ -909,6 +910,7 @@ def test_require_protection_refuses_a_machine_that_lacks_one(monkeypatch):
         BackendJudge(workers=1, require_protection=True)
 
 
+@pytest.mark.slow
 def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
     code = (
         "import time, random\n"

@@ -97,6 +97,7 @@ def imported(folder, *lines):
     return read_episodes(folder / "log.episodes"), done.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_lead_from_dialogues_to_a_shaded_report(tmp_path, monkeypatch):
     made_up_logs(tmp_path / "logs.jsonl")
     shell = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))

@@ -90,6 +90,7 @@ def test_a_bad_websight_row_is_named_and_leaves_no_output(tmp_path):
 # Similarities and grades
 
 
+@pytest.mark.slow
 def test_embedded_similarity_ranks_graded_edits_and_is_one_for_the_same_page(browser, real_pages):
     picture = '<img src="https://picsum.photos/id/48/300/200">'
     line = "<p>One more line.</p>"

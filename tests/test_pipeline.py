@@ -6,6 +6,7 @@ from conftest import run_script, write_rows
 from formats.read import read_episodes
 
 
+@pytest.mark.slow
 def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, tmp_path):
     model = tiny("qwen2.5", "qwen2")
     run_script(
@@ -17,6 +18,7 @@ def test_a_random_model_plays_real_rows_with_a_model_as_human(real_data, tiny, t
         assert "passed" not in episode["reasons"].values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template, family", [("qwen2.5", "qwen2"), ("llama3", "llama")])
 def test_a_chat_model_goes_from_demonstrations_to_a_policy(
         template, family, tiny, toy_episodes, tmp_path):

@@ -220,6 +220,7 @@ def test_a_second_signal_ends_the_run_at_once():
 # Hangs
 
 HANGING = """
+import signal
 import runtime.training
 from runtime import processes
 processes.STEP_MINUTES = 0.05
@@ -228,6 +229,7 @@ original = getattr(holder, name)
 
 def hanging(*arguments):
     if os.environ["RANK"] == "RANK_THAT_HANGS":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun need not wait 30 seconds to kill
         time.sleep(600)
     return original(*arguments)
 
@@ -235,6 +237,7 @@ setattr(holder, name, hanging)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder, name, rank", [
     ("runtime.training.Run", "add", "1"),
     ("runtime.training.Run", "save_state_if_due", "0"),
@@ -312,6 +315,7 @@ train_policy.dialogue_row = other
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_other_data_stop_and_are_named(tiny, tmp_path):
     script = changed_trainer(tmp_path, OTHER_DATA)
     episodes = write_episodes(tmp_path / "episodes.jsonl")

@@ -93,6 +93,7 @@ def test_a_dialogue_never_waits_for_the_slow_reply_of_another_one(party):
 # The same bytes, whatever the batch size and the order of arrival
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_a_served_human_gives_the_same_bytes_at_any_batch_size_and_order_and_another_seed_others(
         tmp_path, tiny, local):
