@@ -18,6 +18,7 @@ import train_policy
 from collect import states_of
 from colbench import encode_candidates, encode_dialogue, encode_within
 from fast import packed
+from report import page
 from runtime.checkpoints import load_state, remove_leftovers, save_checkpoint, save_state
 from runtime.models import fp32_head, load_model
 from runtime.processes import Process
@@ -554,6 +555,29 @@ def test_a_dialogue_scored_at_once_has_the_advantages_of_its_turns_scored_one_by
         single += critic.advantages(whole["task"], state["messages"], [text], [True])
     together = critic.turn_advantages([critic.dialogue_row(whole)])[0].tolist()
     assert together == pytest.approx(single, abs=1e-5) and len(single) == 3
+
+
+def test_the_report_reads_dialogues_in_batches_with_the_advantages_of_each_alone(
+        trained, monkeypatch):
+    critic = Critic(trained / "critic", "cpu")
+    replies = ("what is it?", "two", "and then?", "no", "I WANT TO ANSWER: x")
+    episodes = [episode(f"t{number}", 1.0, texts=("t" * (1 + 3 * number), *replies[:number % 3 * 2],
+                                                  replies[-1])) for number in range(7)]
+    found, sizes = {}, []
+    score = critic.turn_advantages
+    monkeypatch.setattr(critic, "turn_advantages", lambda rows: sizes.append(
+        (len(rows), len(rows) * max(len(row.ids) for row in rows))) or score(rows))
+    for limit in (1, 400):
+        monkeypatch.setattr(page, "BATCH_TOKENS", limit)
+        page.add_advantages(critic, episodes)
+        found[limit] = [entry["advantages"] for entry in episodes]
+    alone, batches = sizes[:7], sizes[7:]
+    assert [rows for rows, _ in alone] == [1] * 7 and 1 < len(batches) < 7
+    assert all(rows == 1 or tokens <= 400 for rows, tokens in batches)
+    for each, together in zip(found[1], found[400], strict=True):
+        assert together == pytest.approx(each, abs=1e-5)
+    assert [len(values) for values in found[1]] == [entry["turns"] for entry in episodes]
+    assert any(abs(value) > 1e-3 for values in found[1] for value in values)
 
 
 def test_an_advantage_that_is_no_finite_number_ends_the_run_with_a_sentence(trained, monkeypatch):
