@@ -243,11 +243,12 @@ class Domain(typing.NamedTuple):
     agent_prompt: str  # may hold {max_turns}
     human_prompt: str
     # open_judge(**flags) opens the judge, a context manager. Many threads may call its
-    # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success (True,
-    # False, or None without tests), reasons ({test: "passed" or why not}). open_judge is None for
-    # logs, whose rewards come with the dialogues
+    # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success
+    # (whether the reward is 1; None if has_success is False), reasons ({test: "passed" or why
+    # not}). open_judge is None for logs, whose rewards come with the dialogues
     open_judge: typing.Callable | None
-    # (task, history, prompt, judge) -> what the human reads
+    # (task, history, prompt, judge) -> the messages that the human reads. The prompt's placeholders
+    # are still to be filled in; of the judge's methods, only grade and picture are there
     human_view: typing.Callable = human_messages
     graded_text: typing.Callable = lambda answer, history: answer  # what the judge grades
     one_turn_prompt: str | None = None  # replaces agent_prompt where a dialogue has one turn
@@ -373,8 +374,8 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     """(ids, turn_index, dropped) of a dialogue in at most `max_length` tokens.
 
     A longer one loses its oldest turns, each with the reply to it, never part of a turn; `dropped`
-    is their number. None if the last turn does not fit. What stands before the first turn stays:
-    instructions and request.
+    is their number, and turn_index counts the others from 0. None if the last turn does not fit.
+    What stands before the first turn stays: instructions and request.
     """
     whole = encode_dialogue(tokenizer, messages, finished, generation_prompt)
     if len(whole[0]) <= max_length:
@@ -388,8 +389,8 @@ def encode_within(tokenizer, messages, max_length, finished=(), generation_promp
     def fits(dropped):
         return len(without_oldest(dropped)[0]) <= max_length
 
-    # the least number of turns, by bisection: a log may have hundreds
-    dropped = bisect.bisect_left(range(1, len(starts)), True, key=fits) + 1
+    # the least number of turns to drop, by bisection: a log may have hundreds
+    dropped = bisect.bisect_left(range(len(starts)), True, lo=1, key=fits)
     if dropped >= len(starts):
         return None
     return *without_oldest(dropped), dropped

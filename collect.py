@@ -267,8 +267,8 @@ def collect_parser(description):
                         " scripted:NAME with a NAME of SCRIPTED in toy/world.py")
     parser.add_argument("--agent_model", help="name of the agent's model on a server")
     parser.add_argument("--agent_prompt", needs="tasks",
-                        help="file with the agent's instructions (default: those in its checkpoint,"
-                        " or the domain's own)")
+                        help="file with the agent's instructions; {max_turns} is filled in"
+                        " (default: those in its checkpoint, or the domain's own)")
     parser.add_argument("--temperature", type=float, least=0, default=1.0,
                         help="sampling temperature of the agent")
     parser.add_argument("--max_new_tokens", type=int, least=1, default=1024,
@@ -280,8 +280,9 @@ def collect_parser(description):
                         help="name of the human's model on a server")
     parser.add_argument("--human_prompt", needs="tasks",
                         help="file with the human's instructions; {hidden_information},"
-                        " {problem_description} and other text fields of the task are filled in"
-                        " (default: the domain's own)")
+                        " {problem_description} and other text fields of the task are filled in;"
+                        " without {problem_description}, the human of a backend task does not see"
+                        " the request (default: the domain's own)")
     parser.add_argument("--human_temperature", type=float, least=0, needs="tasks", default=0.0,
                         help="sampling temperature of the human")
     parser.add_argument("--human_max_new_tokens", type=int, least=1, needs="tasks", default=1024,

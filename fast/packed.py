@@ -10,7 +10,8 @@ Candidates after one prompt become one sequence, so that the prompt is computed 
 
 A row that occurs several times, such as a dialogue in several pairs, is computed once. Logits are
 computed only where the next token is an agent's, and converted to fp32 a part at a time.
-Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, R rows, S turns.
+Letters in shapes: P packs, T tokens, n scored tokens, V vocabulary, H hidden size, R rows, S
+turns.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ def pack_rows(rows, limit):
 
 
 def prompt_length(row):
-    """Tokens before a candidate; 0 for a dialogue, whose agent tokens are not all at its end."""
+    """Tokens before the agent's, if these end the row (a candidate, or a single turn); else 0."""
     if 0 not in row.turn_index:
         return 0
     start = row.turn_index.index(0)

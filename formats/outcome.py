@@ -50,10 +50,11 @@ def lacks_answer(episode):
     """Whether the dialogue ends without an answer, so that a question was graded in its place."""
     if DOMAINS[episode["task"]["domain"]].logged:
         return False  # a log has no answers
-    if episode["reasons"] and "test_cases" in episode["task"]:  # `reasons_of` has marked them
-        return "no answer" in episode["reasons"].values()
-    # pages and imported episodes have no reasons: look for the marker in the agent's last message
-    _, _, answer = episode["dialogue_history"][1::2][-1]["content"].partition(ANSWER_MARKER)
+    said = episode["dialogue_history"][1::2][-1]["content"]
+    if ANSWER_MARKER not in said and episode["reasons"] and "test_cases" in episode["task"]:
+        return "no answer" in episode["reasons"].values()  # `reasons_of` has marked them
+    # an answer may be empty; pages and imported episodes have no reasons
+    _, _, answer = said.partition(ANSWER_MARKER)
     return not answer.strip() and not episode["success"]
 
 

@@ -287,7 +287,9 @@ def one_domain(tasks):
 # Checks of a row
 
 
-KINDS = {  # of files -> (a key that no other has, where they come from)
+# Kind of a file -> (a key that shows it, where it comes from). Ranked files have "candidates", too,
+# so their entry comes first
+KINDS = {
     "episodes": ("dialogue_history", "collect.py --tasks writes them"),
     "ranked candidates": ("advantages", "train_critic.py --candidates writes them"),
     "candidates": ("candidates", "collect.py --states writes them"),
@@ -316,15 +318,16 @@ def check_keys(row, needed, optional, where):
 def check_history(history, where, in_turn=True):
     """Refuse a dialogue in which user and assistant do not take turns, the user first.
 
-    In a log, roles may follow each other in any order, but the assistant does not come first.
+    In a log, roles may follow each other in any order, but a user comes before the assistant.
     """
-    roles = ("user", "assistant")
+    roles, asked = ("user", "assistant"), False
     for index, message in enumerate(history):
         role = message.get("role") if isinstance(message, dict) else None
+        asked = asked or role == "user"
         if in_turn:
             sound = role == roles[index % 2]
         else:
-            sound = isinstance(role, str) and (index > 0 or role != "assistant")
+            sound = isinstance(role, str) and (asked or role != "assistant")
         if not sound:
             raise SystemExit(f"{where}: found dialogue_history[{index}] of role {role!r}, expected"
                              " user and assistant in turn, the user first; only logs may have other"

@@ -172,7 +172,10 @@ class Run:
             tqdm.write("Stopping after this step, with its state saved; again: at once", sys.stderr)
 
     def add(self, group, metrics, weight):
-        """Add metrics of a part of a batch, name -> (B,), to what `log` writes as group/name."""
+        """Add metrics of a part of a batch, name -> (B,), to what `log` writes as group/name.
+
+        For their mean, `weight` is that of `share`, divided by the length of the whole batch.
+        """
         for name, values in metrics.items():
             key = f"{group}/{name}"
             total = weight * values.detach().double().sum()
@@ -212,6 +215,7 @@ class Run:
         if due or stopping:
             save_state(self.output / RESUME, done, model, optimizer, self.process)
             self.saved = time.monotonic()
+            self.began = time.perf_counter()  # the next step begins after the save
         if stopping:
             raise KeyboardInterrupt
 

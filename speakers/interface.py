@@ -51,15 +51,15 @@ class Speaker:
 
     # as a human: true if it reads the dialogue itself, as scripts do; else the domain's human_view
     reads_history = False
-    given_up = None  # once it is no longer asked, the reason, such as a server that is down
+    given_up = None  # why it is no longer asked, such as a server that is down; None: it is asked
     batches_at_once = 1  # how many batches of candidates to ask it for at a time
 
     def reply(self, request):
         """A list of n Utterances; raises SpeakerError. It blocks, and many threads may call it.
 
         Equal messages and seeds give equal texts, up to rounding, whatever else is asked meanwhile.
-        What is waited for has a time limit, inside of `elsewhere()`; a model computes through
-        `gather` (see speakers/pool.py).
+        Wait for a server or another program inside of `elsewhere()`, and with a time limit; let a
+        model compute through `gather` (both in speakers/pool.py).
         """
         raise NotImplementedError
 

@@ -47,7 +47,7 @@ class Pool:
     def __init__(self, on_answer):
         self.on_answer = on_answer  # called when a job has the answer that it has waited for
         self.changed = threading.Condition()  # guards all that follows
-        self.awake = set()  # jobs that compute, and may still ask a model
+        self.awake = set()  # jobs whose threads run; each may still ask a model
         self.asking = {}  # job -> (compute, request, Future of the answer)
         self.ended = []  # jobs whose outcome was not read yet
         self.over = False  # nobody reads, and nobody computes any more

@@ -144,8 +144,8 @@ def players(args, agent, human, store):
 def refuse_other_model(url, name, earlier, output):
     """Refuse a server whose model is another one than when the run began, if no flag names it.
 
-    earlier: who has played the role so far. A server that listed no model then is there by its
-    address.
+    earlier: who has played the role so far. If the server listed no model then, its address stands
+    there.
     """
     others = {found for found in earlier if not is_server(found)} - {name}
     if others:

@@ -240,6 +240,10 @@ def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
     row = episode(0, reward=0.0, dialogue_history=dialogue("p", text))
     row["dialogue_history"][-1]["output"] = f"<think>I WANT TO ANSWER: later</think>{text}"
     assert numbers_of(tmp_path, rows=[row])["no_answer"]["value"] == lacks
+    # the same, as a judge has graded it
+    row["task"]["test_cases"] = {"a": "f(1)"}
+    row["reasons"] = {"a": "no code" if text.startswith("I WANT") else "no answer"}
+    assert numbers_of(tmp_path, rows=[row])["no_answer"]["value"] == lacks
 
 
 def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path, capsys):

@@ -370,6 +370,9 @@ def test_episodes_of_a_log_do_not_begin_with_the_agent(tmp_path):
     first["dialogue_history"] = first["dialogue_history"][1:]
     with pytest.raises(SystemExit, match="dialogue_history.0. of role 'assistant', expected"):
         read_episodes(write_rows(tmp_path / "episodes.jsonl", [first]))
+    first["dialogue_history"].insert(0, {"role": "tool", "content": "It is open."})
+    with pytest.raises(SystemExit, match="dialogue_history.1. of role 'assistant', expected"):
+        read_episodes(write_rows(tmp_path / "episodes.jsonl", [first]))
 
 
 def test_what_the_human_says_after_the_answer_makes_it_no_question(tmp_path):

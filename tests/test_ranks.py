@@ -200,6 +200,16 @@ def test_a_signal_saves_a_state_and_ends_the_run_unless_its_last_step_is_done(
     assert states == [done] * saved
 
 
+def test_the_time_of_a_step_begins_after_the_state_of_the_one_before_is_saved(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr("runtime.training.save_state",
+                        lambda *_: ended.append(time.perf_counter()))
+    run = Run.__new__(Run)
+    vars(run).update(process=ALONE, output=tmp_path, last=4, planned=9, began=0)
+    Run.save_state_if_due(run, 4, None, None)
+    assert run.began >= ended[0]
+
+
 def test_any_number_of_a_step_that_is_not_finite_ends_the_run(monkeypatch):
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
     process = types.SimpleNamespace(leads=False, group=None)
