@@ -200,7 +200,7 @@ def test_a_signal_saves_a_state_and_ends_the_run_unless_its_last_step_is_done(
     assert states == [done] * saved
 
 
-def test_the_time_of_a_step_begins_after_the_state_of_the_one_before_is_saved(monkeypatch, tmp_path):
+def test_a_step_begins_after_the_state_before_it_is_saved(monkeypatch, tmp_path):
     ended = []
     monkeypatch.setattr("runtime.training.save_state",
                         lambda *_: ended.append(time.perf_counter()))
