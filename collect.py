@@ -99,7 +99,7 @@ def play(task, sample, agent, human, judge, rules):
             content, answer = split_message(
                 task, utterance.text, last_turn=turn == rules.max_turns)
             history.append({"role": "assistant", "content": content,
-                            "output": utterance.text,  # all that the agent wrote, its thoughts, too
+                            "output": utterance.text,  # all that the agent wrote, with its thoughts
                             "finished": utterance.finished})
             if answer is not None:
                 break

@@ -487,7 +487,8 @@ def parse_args(argv=None):
                         help="episode files to train on; omit them to rank with a trained critic")
     parser.add_argument("--model", help="model to start from; also the frozen reference")
     parser.add_argument("--output", required=True,
-                        help="the critic's checkpoint directory; only read without --episodes")
+                        help="the critic's checkpoint directory; without --episodes, that of a"
+                        " trained critic")
     parser.add_argument("--max_length", type=int, least=1, default=8192,
                         help="longest dialogue, in tokens; a longer one loses its oldest turns, and"
                         " is omitted if even its last turn does not fit")
