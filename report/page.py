@@ -20,11 +20,12 @@ from report.training import method_among, record_of, short_name, training_method
 from runtime.names import is_scripted
 from runtime.processes import join_processes
 from runtime.text import counted
+from speakers.local import in_batches
 from toy.credit import has_toy_credit, toy_credit
 
 PAGE = Path(__file__).with_name("page.html")
 THUMBNAIL = 360  # pixels of width
-BATCH_TOKENS = 2048  # that the critic reads at a time
+BATCH_TOKENS = 2048  # that the critic reads at a time, with padding
 PAGE_BYTES = 4_900_000  # of data; page.html itself is far below the 100 kB left to 5 MB
 
 # -----------------------------------------------------------------------------
@@ -155,8 +156,12 @@ def add_advantages(critic, episodes):
         row = critic.dialogue_row(episode)
         if row is not None:
             read.append((row, episode))
+
+    def length(entry):
+        return len(entry[0].ids)
+
     with join_processes().watch(None, "episode", "advantages", total=len(read)) as bar:
-        for batch in batches_of(read):
+        for batch in in_batches(sorted(read, key=length), length, BATCH_TOKENS):
             values = critic.turn_advantages([row for row, _ in batch])  # (R, S)
             most = max(episode["turns"] - row.dropped for row, episode in batch)
             if values.shape[1] > most:  # a fork's rows may count tokens in place of turns
@@ -167,18 +172,6 @@ def add_advantages(critic, episodes):
                 end = min(row.dropped + row.turns, episode["turns"])
                 episode["advantages"][row.dropped:end] = of_row[:end - row.dropped]
             bar.update(len(batch))
-
-
-def batches_of(read):
-    """Parts of the (row, episode) read, of at most BATCH_TOKENS; a longer row stands alone."""
-    batch = []
-    for entry in sorted(read, key=lambda entry: len(entry[0].ids)):
-        if batch and (len(batch) + 1) * len(entry[0].ids) > BATCH_TOKENS:  # padded to this one
-            yield batch
-            batch = []
-        batch.append(entry)
-    if batch:
-        yield batch
 
 
 def true_credits(episode):

@@ -87,7 +87,8 @@ class LocalSpeaker(Speaker):
         fitting = [index for index, ids in enumerate(prompts) if len(ids) < self.context]
         fitting.sort(key=order)
         for n, same_n in itertools.groupby(fitting, lambda index: requests[index].n):
-            for batch in in_batches(same_n, prompts, max(1, self.batch_size // n)):
+            for batch in in_batches(same_n, lambda index: len(prompts[index]), TOKENS_AT_ONCE,
+                                    max(1, self.batch_size // n)):
                 said = self._answer([requests[index] for index in batch],
                                     [prompts[index] for index in batch], n)
                 for row, index in enumerate(batch):
@@ -191,18 +192,18 @@ class LocalSpeaker(Speaker):
         return cache, mask, logits
 
 
-def in_batches(indices, prompts, size):
-    """Split `indices` into batches of at most `size` prompts and TOKENS_AT_ONCE padded tokens.
+def in_batches(items, length, tokens, size=None):
+    """Split `items` into batches of at most `size` and of at most `tokens` tokens, with padding.
 
-    `indices` are sorted by the lengths of their prompts. A prompt beyond the limit stands alone.
+    `items` are sorted by length(item). One that is longer than `tokens` stands alone.
     """
     batch = []
-    for index in indices:
-        too_large = (len(batch) + 1) * len(prompts[index]) > TOKENS_AT_ONCE
+    for item in items:
+        too_large = (len(batch) + 1) * length(item) > tokens
         if batch and (too_large or len(batch) == size):
             yield batch
             batch = []
-        batch.append(index)
+        batch.append(item)
     if batch:
         yield batch
 

@@ -565,8 +565,12 @@ def test_the_report_reads_dialogues_in_batches_with_the_advantages_of_each_alone
                                                   replies[-1])) for number in range(7)]
     found, sizes = {}, []
     score = critic.turn_advantages
-    monkeypatch.setattr(critic, "turn_advantages", lambda rows: sizes.append(
-        (len(rows), len(rows) * max(len(row.ids) for row in rows))) or score(rows))
+
+    def scored(rows):
+        sizes.append((len(rows), len(rows) * max(len(row.ids) for row in rows)))
+        return score(rows)
+
+    monkeypatch.setattr(critic, "turn_advantages", scored)
     for limit in (1, 400):
         monkeypatch.setattr(page, "BATCH_TOKENS", limit)
         page.add_advantages(critic, episodes)

@@ -6,6 +6,7 @@ import json
 import ssl
 import threading
 import types
+from unittest import mock
 from urllib.request import ProxyHandler
 
 import pytest
@@ -529,13 +530,9 @@ def test_a_server_without_a_list_of_models_is_used_all_the_same(impatient, get, 
 
 def test_a_certificate_that_this_machine_does_not_trust_is_named_as_such(impatient, monkeypatch):
     untrusted = ssl.SSLCertVerificationError(1, "certificate verify failed: self-signed")
-    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", lambda *_, **__: raise_(untrusted))
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", mock.Mock(side_effect=untrusted))
     with running(echo) as server, pytest.raises(SystemExit, match="does not trust .*SSL_CERT_FILE"):
         load_speaker(server.url.replace("http:", "https:"))
-
-
-def raise_(error):
-    raise error
 
 
 @pytest.mark.parametrize("address, reason", [
