@@ -126,7 +126,17 @@ def without_system(messages):
 
 def prompt_ids(tokenizer, texts):
     """Token ids of texts that a template has made."""
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [shared(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+OBJECTS = {}  # id -> its one int object
+
+
+def shared(ids):
+    """The ids, each as its one object: a trainer holds all rows, and an object for each token, as
+    tokenizers return them, would take 32 bytes more.
+    """
+    return [OBJECTS.setdefault(token, token) for token in ids]
 
 
 def template_ids(tokenizer, text, after_turn):
@@ -153,7 +163,7 @@ def turn_ids(tokenizer, texts, finished):
     mark, length = mark_before(tokenizer)
     encoded = tokenizer([mark + text for text in texts], add_special_tokens=False,
                         split_special_tokens=True)["input_ids"]
-    return [ids[length:] + [end_id] if done else ids[length:]
+    return [shared(ids[length:] + [end_id] if done else ids[length:])
             for ids, done in zip(encoded, finished, strict=True)]
 
 

@@ -14,6 +14,7 @@ from colbench import (
 from formats.outcome import leak_share, outcome_of, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from judge.sandbox import Grade, grade
+from runtime.models import load_tokenizer
 from runtime.templates import prompt_ids, render, without_system
 from speakers.local import encode_prompt
 from train_critic import critic_messages
@@ -295,6 +296,17 @@ def test_a_candidate_is_the_turn_that_it_becomes_even_after_a_turn_of_the_agent(
     (short, _, dropped), = encode_candidates(
         tokenizer, [DIALOGUE[0], spoken[0]], ["It is done."], [True], len(whole) - 1)
     assert short == encode_dialogue(tokenizer, [DIALOGUE[0], spoken[1]])[0] and dropped == 1
+
+
+def test_rows_share_one_object_for_each_id_so_a_token_takes_16_bytes_not_48():
+    tokenizer = load_tokenizer("toy/base")
+    turns = ["Which discount do you want?"] * 3
+    rows = [encode_dialogue(tokenizer, dialogue(*turns, turn))[0] for turn in turns]
+    rows += [row for row, _, _ in encode_candidates(
+        tokenizer, dialogue(*turns), turns, [True, True, False], 8192)]
+    tokens = [token for row in rows for token in row]
+    assert max(tokens) > 256  # smaller ones are shared by Python itself
+    assert len(set(map(id, tokens))) == len(set(tokens))
 
 
 NO_OTHER_ROLES = (  # it writes nothing of them, and does not say so
