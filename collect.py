@@ -253,7 +253,8 @@ def collect_parser(description):
     parser.add_argument("--output", required=True,
                         help="file to write: episodes, or candidates with --states")
     parser.add_argument("--num_tasks", type=int, least=1, needs="tasks",
-                        help="only the first NUM_TASKS tasks (default: all; of a toy world 1,000)")
+                        help="only the first NUM_TASKS tasks (default: all; of an embedded world"
+                        " 1,000)")
     parser.add_argument("--samples_per_task", type=int, least=1, needs="tasks", default=3,
                         help="episodes of each task")
     parser.add_argument("--states_fraction", type=float, above=0, most=1, needs="states",
@@ -274,8 +275,8 @@ def collect_parser(description):
     parser.add_argument("--max_new_tokens", type=int, least=1, default=1024,
                         help="token limit of one agent message")
     parser.add_argument("--human", needs="tasks",
-                        help="as --agent; for pages, a vision-language model (default in a toy"
-                        " world: scripted)")
+                        help="as --agent; for pages, a vision-language model (default in an"
+                        " embedded world: scripted)")
     parser.add_argument("--human_model", needs="tasks",
                         help="name of the human's model on a server")
     parser.add_argument("--human_prompt", needs="tasks",
@@ -296,10 +297,10 @@ def collect_parser(description):
                         help="fixed: our grading; official: that of the official code, with its"
                         " quirks")
     parser.add_argument("--require_protection", needs="tasks", action="store_true",
-                        help="refuse to run if the sandbox lacks a protection")
+                        help="refuse to run if the sandbox lacks one of its four main protections")
     parser.add_argument("--clip", needs="tasks",
                         help="reward of pages: CLIP model, or none (default: clip-vit-base-patch32;"
-                        " in a toy world: none)")
+                        " in an embedded world: none)")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
                         help="dialogues (with --states: candidates) that each process works on at"
                         " a time")

@@ -21,9 +21,9 @@ Without --episodes, nothing is trained: the critic in --output ranks the candida
 The defaults are for an 8B model, with the numbers of the paper's Table 5. The tiny toy/base needs
 the values shown with it.
 
-Reads episodes (their task, dialogue_history, reward and success) and candidates, both of
-collect.py. Writes a Hugging Face checkpoint, with run.json and metrics.jsonl beside it, and ranked
-candidates (`ranked.jsonl`) for train_policy.py, one state a line:
+Reads episodes (their task, dialogue_history, agent_prompt, max_turns, reward and success) and
+candidates, both of collect.py. Writes a Hugging Face checkpoint, with run.json and metrics.jsonl
+beside it, and ranked candidates (`ranked.jsonl`) for train_policy.py, one state a line:
 
     {"task": {...}, "sample": 0, "turn": 2, "messages": [...], "agent_prompt": "You help ...",
      "max_turns": 10, "candidates": ["Which unit?", ...], "finished": [true, ...],

@@ -28,7 +28,7 @@ def main(description, argv=None):
     check.add_argument("--judge", choices=("fixed", "official"), default="fixed",
                        help="grading semantics")
     check.add_argument("--require_protection", action="store_true",
-                       help="refuse if the sandbox lacks a protection")
+                       help="refuse if the sandbox lacks one of its four main protections")
     load = commands.add_parser("import", help="make episodes of official trajectories or of logs")
     load.add_argument("file", help="JSONL: the official trajectories, or one object a line with"
                       " `messages` and `reward`")

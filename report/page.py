@@ -175,7 +175,7 @@ def add_advantages(critic, episodes):
 
 
 def true_credits(episode):
-    """The kind of each agent turn, as the toy world knows it."""
+    """The kind of each agent turn, as the embedded world knows it."""
     task, history, turns = episode["task"], episode["dialogue_history"], episode["turns"]
     kinds = [toy_credit(task, history, turn, episode["success"], turns).kind
              for turn in range(turns)]

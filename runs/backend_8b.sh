@@ -5,7 +5,7 @@
 #   vllm serve meta-llama/Llama-3.1-70B-Instruct --tensor-parallel-size 8 --generation-config vllm
 #     (elsewhere: HUMAN_URL)
 #
-# One node of eight 80 GB GPUs:    runs/backend_8b.sh                        3.5 to 5 hours
+# One node of eight 80 GB GPUs:    runs/backend_8b.sh                        3.4 to 5.2 hours
 # One H200:                        RUN=python runs/backend_8b.sh             one to two days
 # Two nodes of eight, on each:     export NODE=0 (the other: 1); HUMAN_URL=http://human:8000/v1 \
 #     OUT=/shared/backend_8b GLOO_SOCKET_IFNAME=eth0 RUN="torchrun --nnodes 2 --nproc_per_node 8 \
