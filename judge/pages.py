@@ -106,15 +106,22 @@ class PageJudge:
         self.browser = Browser()
         self.clip = None if clip == "none" else ClipReward(clip or PAPERS_CLIP)
         self.lock = threading.Lock()
+        self.closed = False
         # every turn of a dialogue shows the human the same solution page
-        self.draw = functools.lru_cache(256)(self.browser.render)
+        self.draw = functools.lru_cache(256)(self._render)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        self.closed = True  # after a Ctrl-C, many threads may still wait for pages
         with self.lock:
             self.browser.close()
+
+    def _render(self, page):
+        if self.closed:  # the browser would start again
+            raise SystemExit("found a page to draw after the judge was closed")
+        return self.browser.render(page)
 
     def grade(self, task, answer):
         with self.lock:

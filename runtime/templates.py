@@ -9,6 +9,10 @@ class UnnestedTemplate(SystemExit):
     """The chat template cannot express a dialogue as one sequence of tokens with closed turns."""
 
 
+class RefusedDialogue(SystemExit):
+    """The chat template raises an error for these messages."""
+
+
 @functools.lru_cache(maxsize=8)
 def end_of_turn(tokenizer):
     """(id, text) of the token that closes an agent turn, the first one that follows its text."""
@@ -62,7 +66,7 @@ def render(tokenizer, messages, add_generation_prompt=True):
         if opens_with_system:
             return render(tokenizer, without_system(messages), add_generation_prompt)
         roles = ", ".join(message["role"] for message in messages)
-        raise SystemExit(
+        raise RefusedDialogue(
             f"the chat template of {tokenizer.name_or_path} refuses the dialogue that begins"
             f" with {str(messages[0]['content'])[:80]!r}, of the roles {roles} ({error});"
             " expected roles that it takes; give a model with such a template, or leave these"

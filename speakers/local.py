@@ -14,7 +14,7 @@ import transformers
 from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
 from runtime.models import context_length, default_device, load_model, load_tokenizer
 from runtime.seeds import derive_seed
-from runtime.templates import UnnestedTemplate, end_of_turn, render
+from runtime.templates import RefusedDialogue, UnnestedTemplate, end_of_turn, render
 from speakers.attention import share_prompts
 from speakers.interface import DEFAULT_SETTINGS, Speaker, SpeakerError, Utterance
 from speakers.pool import gather
@@ -71,20 +71,28 @@ class LocalSpeaker(Speaker):
 
     def reply(self, request):
         said = gather(self.speak, request)
+        if isinstance(said, RefusedDialogue):
+            raise SpeakerError(str(said), refused=True)
         if not said:
             raise SpeakerError(f"found a dialogue that fills the model's context of {self.context}"
                                " tokens, expected a shorter one", refused=True)
         return said
 
     def speak(self, requests):
-        """For each request a list of n Utterances; an empty one if the prompt fills the context."""
-        prompts = [encode_prompt(self.tokenizer, request.messages) for request in requests]
-        answers = [[] for _ in requests]
+        """For each request a list of n Utterances. It is empty if the prompt fills the context; if
+        the template refuses the messages, a RefusedDialogue stands in its place.
+        """
+        prompts, answers = {}, [[] for _ in requests]
+        for index, request in enumerate(requests):
+            try:
+                prompts[index] = encode_prompt(self.tokenizer, request.messages)
+            except RefusedDialogue as reason:  # Mistral's templates refuse an empty agent message
+                answers[index] = reason
 
         def order(index):  # not that of arrival: the same requests make the same batches
             return requests[index].n, len(prompts[index]), requests[index].seed
 
-        fitting = [index for index, ids in enumerate(prompts) if len(ids) < self.context]
+        fitting = [index for index, ids in prompts.items() if len(ids) < self.context]
         fitting.sort(key=order)
         for n, same_n in itertools.groupby(fitting, lambda index: requests[index].n):
             for batch in in_batches(same_n, lambda index: len(prompts[index]), TOKENS_AT_ONCE,

@@ -4,6 +4,8 @@ This is how a 70B human, or a policy too slow for the local speaker, runs on an 
 The address and the model's name are checked before anything is asked.
 """
 
+import datetime
+import email.utils
 import http.client
 import ipaddress
 import json
@@ -39,7 +41,7 @@ SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # what takes its place, if anything
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
 UNSUPPORTED = re.compile(
-    "unsupported|not support|not permitted|unrecognized|unknown|cannot both|and < 1.0",
+    "unsupported|not support|not permitted|unrecognized|unknown|cannot both|and < 1.0|deprecated",
     re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 QUOTA_PAUSES = 50  # `pause`s after a 429 without Retry-After: most quotas are those of a minute
@@ -85,7 +87,8 @@ class ServerSpeaker(Speaker):
         self.told = False  # whether a message has named failed attempts since the last answer
         self.has_answered = False  # any request at all
         self.given_up = None  # the reason, once the server is given up
-        self.refuses_n = False  # whether it refuses requests for more than one answer
+        self.takes_n = False  # whether it has answered a request for more than one answer
+        self.refuses_n = False  # whether it refuses such requests
         self.left_out = frozenset()  # parameters that it refuses, and that requests lack
         self.model_name = self._checked_name(settings.model_name)
 
@@ -105,7 +108,9 @@ class ServerSpeaker(Speaker):
                 if missing == 1 or not error.refused:
                     raise
                 said = self._request(messages, 1, request_seed)
-                self.refuses_n = one_by_one = True
+                one_by_one = True
+                self.refuses_n = not self.takes_n  # if it takes them, this one was a passing fault
+            self.takes_n |= len(said) > 1
             if self._are_copies(said, messages, request_seed):
                 said, one_by_one = said[:1], True
             utterances += said
@@ -378,11 +383,17 @@ def read_within(response, seconds):
 
 
 def retry_after(error):
-    """The seconds that an HTTPError asks to wait; 0 if it names none, or a date."""
-    seconds = error.headers.get("Retry-After", "").strip()
-    if not re.fullmatch(r"\d+(\.\d+)?", seconds, re.ASCII):
-        return 0
-    return min(float(seconds), MAX_RETRY_AFTER)
+    """The seconds that an HTTPError asks to wait, by a number or a date; 0 if it names neither."""
+    asked = error.headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"\d+(\.\d+)?", asked, re.ASCII):
+        seconds = float(asked)
+    else:
+        try:
+            date = email.utils.parsedate_to_datetime(asked)
+            seconds = (date - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
+        except (ValueError, TypeError):  # no date, or one without a time zone
+            seconds = 0
+    return min(max(seconds, 0), MAX_RETRY_AFTER)
 
 
 def refused_parameter(reason, body):

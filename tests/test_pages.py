@@ -1,11 +1,13 @@
 """Pages as tasks and answers: extraction, WebSight, similarities, the human's view."""
 
 import base64
+import contextlib
 import io
 import json
 import random
 import re
 import shutil
+import threading
 import time
 import types
 
@@ -230,6 +232,31 @@ def striped(rows):
     stored = io.BytesIO()
     picture.save(stored, "PNG")
     return stored.getvalue()
+
+
+def test_a_judge_that_is_closed_draws_no_page_that_others_still_wait_for(monkeypatch):
+    began, drawn = threading.Event(), []
+
+    def render(page):
+        drawn.append(page)
+        began.set()
+        time.sleep(0.2)
+        return b""
+
+    def ask(number):
+        with contextlib.suppress(SystemExit):  # of a judge that is closed
+            judge.picture(str(number))
+
+    with PageJudge(clip="none") as judge:
+        monkeypatch.setattr(judge.browser, "render", render)
+        threads = [threading.Thread(target=ask, args=(number,), daemon=True)
+                   for number in range(30)]
+        for thread in threads:
+            thread.start()
+        began.wait()
+    for thread in threads:
+        thread.join()
+    assert len(drawn) < 5
 
 
 def test_the_embedded_similarity_is_the_mean_of_layout_detail_and_colour():

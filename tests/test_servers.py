@@ -1,10 +1,12 @@
 """Rollouts against an OpenAI-compatible server that fails in every way it can."""
 
+import email.utils
 import functools
 import hashlib
 import json
 import ssl
 import threading
+import time
 import types
 from unittest import mock
 from urllib.request import ProxyHandler
@@ -107,7 +109,8 @@ def test_a_parameter_that_a_server_refuses_is_renamed_or_left_out(impatient):
     "seed: Extra inputs are not permitted", 'Unknown name "seed": Cannot find field.',
     "Unrecognized request argument supplied: seed",
     "`temperature` and `seed` cannot both be specified for this model",
-    "Input validation error: `seed` must be > 0.0 and < 1.0"])
+    "Input validation error: `seed` must be > 0.0 and < 1.0",
+    "`seed` is deprecated for this model."])
 def test_every_word_for_a_refusal_names_the_parameter(reason):
     assert refused_parameter(reason, {"seed": 0}) == "seed"
 
@@ -155,6 +158,18 @@ def test_a_server_that_refuses_n_is_asked_once_for_each_text(impatient):
                  for utterance in speaker.reply(Request(messages, 3))}
     assert len(texts) == 6
     assert server.calls == 2 + 1 + 6
+
+
+def test_one_odd_refusal_does_not_change_the_texts_of_later_states():
+    def refuses_second(handler, body):
+        return handler.server.calls == 2 and handler.reply(400, b"Provider returned error")
+
+    with running(echo) as server:
+        expected = ask_all(load_speaker(server.url), CONVERSATIONS[:3], n=4)
+    with running(echo, say=refuses_second) as server:
+        speaker = load_speaker(server.url)
+        said = [ask_all(speaker, [messages], n=4)[0] for messages in CONVERSATIONS[:3]]
+    assert [said[0], said[2]] == [expected[0], expected[2]] and len(said[1]) == 4
 
 
 def one_seed(body, seed):
@@ -389,6 +404,15 @@ def test_a_server_that_asks_to_wait_some_seconds_is_asked_again_after_them(
         pauses = paused(monkeypatch)
         assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
     assert len(pauses) == 1 and asked < pauses[0] <= asked + speaker.pause
+
+
+def test_a_server_that_names_a_date_is_asked_again_then(monkeypatch):
+    date = email.utils.formatdate(time.time() + 40, usegmt=True)
+    with busy(1, 429, date) as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings())
+        pauses = paused(monkeypatch)
+        ask_all(speaker, CONVERSATIONS[:1])
+    assert 30 < sum(pauses) < 41
 
 
 def test_a_server_whose_quota_is_used_up_is_asked_again_for_more_than_a_minute(monkeypatch):

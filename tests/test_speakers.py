@@ -16,7 +16,7 @@ from judge.sandbox import ANSWER_MARKER
 from runtime.models import context_length
 from speakers import load_speaker
 from speakers.attention import SharedPrompts, shared_prompts_attention
-from speakers.interface import Request, SpeakerSettings, Utterance
+from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
 from speakers.local import (
     LocalSpeaker, encode_prompt, pick_tokens, refuse_unfit_layers, stop_tokens, text_of,
     uniform_numbers)
@@ -123,6 +123,16 @@ def test_a_text_ends_where_the_context_is_full_and_a_prompt_that_fills_it_is_an_
     assert len(text) < len(whole.text)
     assert str(long) == (f"found a dialogue that fills the model's context of {length + 5} tokens,"
                          " expected a shorter one")
+
+
+def test_messages_that_a_template_refuses_are_an_error_of_their_dialogue_alone():
+    careful = speaker("{% for message in messages if not message.content %}"
+                      "{{ raise_exception('an empty message') }}{% endfor %}" + PLAIN,
+                      temperature=0)
+    silent = dialogue("hi", "", "Hello?")
+    said = ask_all(careful, [CONVERSATIONS[0], silent, CONVERSATIONS[1]])
+    assert isinstance(said[1], SpeakerError) and "an empty message" in str(said[1])
+    assert said[::2] == ask_all(careful, CONVERSATIONS[:2])
 
 
 def test_the_context_ends_where_positions_end_or_would_change_for_all_of_a_batch():
