@@ -39,7 +39,8 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
             tokenizer.save_pretrained(partial)
             if matrices:
                 save_file(matrices, partial / MATRICES)
-        for path in partial.glob("*.safetensors"):  # safetensors writes them for their owner alone
+        # safetensors writes its files for their owner alone
+        for path in [*partial.glob("*.safetensors"), *partial.glob(MATRICES)]:
             shutil.copymode(partial / "config.json", path)
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n", encoding="utf-8")

@@ -39,10 +39,11 @@ class LoraLinear(nn.Module):
         self.base, self.scale, self.enabled = base, alpha / rank, True
         self.earlier = False  # whether the matrices belong to what training started from
         self.in_features, self.out_features = base.in_features, base.out_features
-        options = {"device": next(base.parameters()).device, "dtype": torch.float32}
-        self.down = nn.Parameter(torch.empty(rank, base.in_features, **options))  # A
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank, **options))  # B
-        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        device = next(base.parameters()).device
+        # drawn on the CPU, where several processes hold the model now; a GPU draws other numbers
+        down = nn.init.kaiming_uniform_(torch.empty(rank, base.in_features), a=math.sqrt(5))
+        self.down = nn.Parameter(down.to(device))  # A, in fp32 as B
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))  # B
 
     def forward(self, x):
         y = self.base(x)
@@ -109,11 +110,7 @@ def merge(weights, model):
     matrices = {}
     for name, layer in reversed(lora_layers(model).items()):  # the innermost first
         down, up = merged.pop(f"{name}.down"), layer.scale * merged.pop(f"{name}.up")
-        saved_as = name
-        # of an earlier training; this one has put no matrices around it
-        if layer.earlier and not name.endswith(EARLIER):
-            saved_as = name + EARLIER
-        matrices |= {f"{saved_as}.down": down, f"{saved_as}.up": up}
+        matrices |= {f"{name}.down": down, f"{name}.up": up}
         merged[f"{name}.weight"] = merged.pop(f"{name}.base.weight") + up @ down
         if f"{name}.base.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base.bias")

@@ -166,10 +166,13 @@ class Run:
 
     def _stop_after_step(self, signal_number, frame):
         if self.stopping:
-            raise KeyboardInterrupt
+            if signal_number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # torchrun passes a SIGTERM on that systemd, say, has sent to all processes
         self.stopping = True
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once on each node
-            tqdm.write("Stopping after this step, with its state saved; again: at once", sys.stderr)
+            tqdm.write("Stopping after this step, with its state saved; Ctrl-C again: at once",
+                       sys.stderr)
 
     def add(self, group, metrics, weight):
         """Add metrics of a part of a batch, name -> (B,), to what `log` writes as group/name.
@@ -208,7 +211,7 @@ class Run:
         """Save what a resumed run needs: every --save_minutes, and when --max_steps or a signal
         ends the run. After a signal, it raises KeyboardInterrupt.
         """
-        if done == self.last:  # a signal stops nothing any more, and `save` follows
+        if done == self.last:  # `save` follows, which minds a signal
             due, stopping = self.last < self.planned, False
         else:
             due, stopping = self._due_and_stopping()
@@ -231,10 +234,11 @@ class Run:
         return due, stopping
 
     def save(self, model, tokenizer, agent_prompt=None):
-        """A checkpoint that from_pretrained opens; the state of an unfinished run stays."""
+        """A checkpoint that from_pretrained opens; the state of an unfinished run stays.
+
+        After a signal in the last step, or meanwhile, it raises KeyboardInterrupt at its end.
+        """
         self.bar.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
         save_checkpoint(self.output, model, tokenizer, agent_prompt, self.process)
         if self.process.leads:
             state = self.output / RESUME
@@ -248,6 +252,11 @@ class Run:
                 print(f"{state}: the state from which a larger --max_steps goes on"
                       f" ({size / 1e9:.2g} GB)")
         self.process.barrier()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        _, stopping = self._due_and_stopping()
+        if stopping:  # a critic would go on and rank
+            raise KeyboardInterrupt
 
     def _last_metrics(self):
         """In words, the last step's numbers, and a warning if the model hardly moved."""

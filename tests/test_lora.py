@@ -183,6 +183,24 @@ def test_a_critic_that_equals_its_reference_has_no_advantages_in_bf16(tiny, tmp_
     assert found == [0.0, 0.0]
 
 
+def test_the_files_of_a_checkpoint_with_matrices_have_equal_permissions(tmp_path):
+    tokenizer = byte_tokenizer()
+    checkpoints.save_checkpoint(tmp_path, with_matrices(tiny_model(tokenizer)), tokenizer, None,
+                                ALONE)
+    assert (tmp_path / MATRICES).is_file()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+def test_matrices_are_drawn_on_the_cpu_wherever_their_layer_is():
+    torch.manual_seed(0)
+    layer = LoraLinear(torch.nn.Linear(4, 4, device="meta"), rank=2, alpha=4)
+    drawn = torch.get_rng_state()
+    assert {layer.down.device.type, layer.up.device.type} == {"meta"}
+    torch.manual_seed(0)
+    torch.empty(2, 4).uniform_()
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
 def test_a_second_training_of_matrices_in_bf16_keeps_first_and_base(trained, tiny, tmp_path):
     flags = "--successes", "--dtype", "bfloat16"
     for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):

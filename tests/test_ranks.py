@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from conftest import (
     ROOT, byte_tokenizer, changed_trainer, metrics, read_rows, run_python, run_script, tiny_model,
     training, write_episodes)
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 from runtime.checkpoints import read_state, save_state, wait_for_files, writing
 from runtime.models import open_to_train, remove_noise, shard
@@ -200,6 +202,25 @@ def test_a_signal_saves_a_state_and_ends_the_run_unless_its_last_step_is_done(
     assert states == [done] * saved
 
 
+def test_a_signal_while_the_checkpoint_is_written_ends_the_run_once_it_is_whole(
+        monkeypatch, tmp_path):
+    def written(output, *_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        (output / "config.json").touch()
+
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
+    monkeypatch.setattr("runtime.training.save_checkpoint", written)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    run = Run.__new__(Run)
+    before = signal.signal(signal.SIGTERM, run._stop_after_step)
+    vars(run).update(process=ALONE, device="cpu", output=tmp_path, last=4, planned=4, saved=0,
+                     save_seconds=1e9, stopping=False, log_file=tmp_path / "metrics.jsonl",
+                     bar=tqdm(disable=True), handlers={signal.SIGTERM: before})
+    with pytest.raises(KeyboardInterrupt):
+        Run.save(run, None, None)
+    assert (tmp_path / "config.json").exists() and signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_step_begins_after_the_state_before_it_is_saved(monkeypatch, tmp_path):
     ended = []
     monkeypatch.setattr("runtime.training.save_state",
@@ -218,12 +239,13 @@ def test_any_number_of_a_step_that_is_not_finite_ends_the_run(monkeypatch):
         Run.log(run, 3, {"train/gradient": torch.tensor(float("inf"))})
 
 
-def test_a_second_signal_ends_the_run_at_once():
+def test_a_second_ctrl_c_ends_the_run_at_once_and_a_sigterm_that_comes_twice_does_not():
     run = types.SimpleNamespace(stopping=False)
     Run._stop_after_step(run, signal.SIGTERM, None)
+    Run._stop_after_step(run, signal.SIGTERM, None)  # the same one, passed on by torchrun
     assert run.stopping
     with pytest.raises(KeyboardInterrupt):
-        Run._stop_after_step(run, signal.SIGTERM, None)
+        Run._stop_after_step(run, signal.SIGINT, None)
 
 
 # -----------------------------------------------------------------------------
