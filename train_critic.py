@@ -499,7 +499,7 @@ def parse_args(argv=None):
                         " (turn; paper), of the dialogue's (trajectory; official code), or nothing")
     parser.add_argument("--pairs", choices=PAIRS, default="best_vs_rest",
                         help="which episodes of a task are paired. best_vs_rest: the best with"
-                        " every worse one, if the best passed all tests (official code);"
+                        " every worse one, unless the best failed a test (official code);"
                         " success_vs_failure: every success with every failure; all: every two of"
                         " different reward")
     parser.add_argument("--margin", type=float, least=0, default=0.0,

@@ -14,7 +14,8 @@ def read_jsonl(path):
     if Path(path).is_dir():
         raise SystemExit(f"{path}: found a directory, expected a JSONL file; give one in it")
     if not Path(path).is_file():
-        raise SystemExit(f"{path}: no such file; expected a JSONL file, one JSON object a line")
+        found = "found a pipe or a device" if Path(path).exists() else "no such file"
+        raise SystemExit(f"{path}: {found}; expected a JSONL file, one JSON object a line")
     grows = re.search(r"(\.rank\d+|(^|/)metrics\.jsonl)$", str(path))
     with open(path, "rb") as file:
         for line_number, line in enumerate(file, 1):
@@ -45,7 +46,7 @@ def parse_line(line, where, path):
                          f"{advice}") from None
     except (ValueError, RecursionError) as error:
         raise SystemExit(f"{where}: found broken JSON ({error}), expected one JSON object on one"
-                         f" line; jq -c . {path} writes objects so") from None
+                         f" line; jq -c . {path} writes objects so, unless one is cut") from None
     if not isinstance(row, dict):
         raise SystemExit(f"{where}: found {type(row).__name__}, expected a JSON object")
     return row
@@ -164,7 +165,8 @@ def refuse_unfinished(path):
     parts = rank_files(path)
     if parts:
         raise SystemExit(f"{path}: found {parts[0].name} beside it, so the run that makes this"
-                         " file has not finished, expected all of its rows; rerun its command")
+                         " file has not finished, expected all of its rows; rerun its command"
+                         f" (python colbench.py show {parts[0]} prints what there is)")
 
 
 class ResumableJsonl:

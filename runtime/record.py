@@ -154,6 +154,9 @@ def open_rows(path, flags, inputs, process, key, models=(), flag="--output"):
     --batch_size, how many conversations are answered at a time, may differ on resuming.
     """
     record = Path(f"{path}.run.json")
+    if Path(path).is_dir():
+        raise SystemExit(f"{path}: found a directory, expected the name of a file; choose another"
+                         f" {flag}")
     if files_with_rows(path) and not record.is_file():
         raise SystemExit(f"{path}: found a file that these scripts did not write here (its"
                          " .run.json is missing), expected a new name or the output of the same"

@@ -125,8 +125,17 @@ def hints(episodes):
                f" show` prints them. Name '{ANSWER_MARKER}' in the agent's prompt, raise"
                " --max_turns or --max_new_tokens, or start from a model that was trained on"
                " demonstrations (variants/sft.py).")
+    for party, role in (("agent", "assistant"), ("human", "user")):
+        said = [message.get("output") or message["content"] for episode in played
+                for message in episode["dialogue_history"][1:] if message["role"] == role]
+        empty = sum(not text.strip() for text in said)
+        if empty > len(said) / 2:
+            yield (f"{empty} of {counted(len(said), 'message')} of the {party} are empty; check its"
+                   " model and server.")
     differ = any(len({episode["reward"] for episode in group}) > 1 for group in by_task.values())
     if len(played) > len(by_task) and not differ:
+        other = "easier tasks, or start from a model that succeeds now and then"
+        if all(episode["success"] for episode in played):
+            other = "harder tasks"
         yield ("No task has two episodes of different reward, so a critic cannot learn from this"
-               " file: play more samples, or easier tasks, or start from a model that succeeds now"
-               " and then.")
+               f" file: play more samples, or {other}.")

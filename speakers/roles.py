@@ -1,6 +1,7 @@
 """Agent, human and judge as collect.py's flags name them: checked, told what to do, opened."""
 
 import contextlib
+import re
 from pathlib import Path
 
 from colbench import DOMAINS, END_OF_THOUGHTS, THOUGHTS, agent_prompt_of, encode_dialogue
@@ -13,6 +14,8 @@ from speakers import load_speaker
 from speakers.interface import SpeakerSettings
 from speakers.pool import JudgeElsewhere
 from toy.world import toy_tasks
+
+OF_THE_DIALOGUE = ("message", "dialogue_history")  # placeholders that stand for no field of a task
 
 
 def refuse_unused(parser, args, *others):
@@ -51,7 +54,7 @@ def read_tasks_and_prompts(args, process):
     if is_critic(args.agent):
         process.say(f"{args.agent}: found a critic, which was trained to judge turns;"
                     " as the agent, usually a policy plays, or the critic's --model")
-    prompts = read_prompts(args, tasks, domain)
+    prompts = read_prompts(args, tasks, domain, process.say)
     return tasks, domain, prompts, [*files, args.agent_prompt, args.human_prompt]
 
 
@@ -87,11 +90,14 @@ def refuse_unplayable(args, domain):
                          " (or scripted, which only says that it does not know, for a dry run)")
 
 
-def read_prompts(args, tasks, domain):
+def read_prompts(args, tasks, domain, say):
     """(the agent's instructions, the human's): those in the files that flags name, or ours."""
     human_prompt = read_prompt(args.human_prompt)
     if human_prompt is None:
         human_prompt = domain.human_prompt
+    for name in re.findall(r"\{(\w+)\}", human_prompt):
+        if name not in OF_THE_DIALOGUE and not any(name in task for task in tasks):
+            say(f"{args.human_prompt}: {{{name}}} stays as it is, since no task has such a field")
     # the human of pages sees the solution as a picture
     if "{hidden_information}" not in human_prompt and not domain.pages:
         raise SystemExit(f"{args.human_prompt}: found a human prompt without {{hidden_information}}"

@@ -257,6 +257,12 @@ def test_an_input_that_does_not_exist_is_named_and_nothing_is_made(tiny, tmp_pat
     assert not (tmp_path / "policy").exists()
 
 
+def test_a_pipe_is_no_input_and_is_called_one(tmp_path):
+    os.mkfifo(tmp_path / "tasks")
+    with pytest.raises(SystemExit, match="tasks: found a pipe or a device; expected a JSONL file"):
+        read_tasks(tmp_path / "tasks")
+
+
 def test_an_unfinished_rollout_or_ranking_is_no_input(tmp_path):
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     for left, read in (("episodes.jsonl.rank0", read_episodes),

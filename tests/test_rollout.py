@@ -414,18 +414,20 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
      "an agent prompt with {hidden_information}, expected one without it"),
     ("--tasks {tasks} --agent scripted --human scripted --clip none", "--clip none, which is"),
     ("--tasks toy:frontend:test --agent scripted --judge official", "--judge official, which is"),
+    ("--tasks {tasks} --agent scripted --human scripted --output {folder}", "found a directory"),
 ])
 def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_path, flags, found):
     monkeypatch.setattr(roles, "load_speaker", None)
     task = {"problem_description": "Add.", "test_cases": {"a": "f(1)"},
             "ground_truth": "def f(x): return x"}
     names = {name: tmp_path / name for name in ("tasks", "logged", "prompt", "human_prompt")}
+    names["folder"] = tmp_path
     names["tasks"].write_text(json.dumps(task))
     names["logged"].write_text(json.dumps(task | {"domain": "logged"}))
     names["prompt"].write_text("Reply.")
     names["human_prompt"].write_text("Tell {hidden_information}.")
     with pytest.raises(SystemExit, match=found):
-        collect_now(*flags.format(**names).split(), "--output", tmp_path / "o")
+        collect_now("--output", tmp_path / "o", *flags.format(**names).split())
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
 
 
@@ -525,6 +527,18 @@ def test_a_served_party_goes_on_under_its_models_name_and_not_under_another(tmp_
     assert who() == who("a") == who("http://h/v1", "a") == {"agent": "a", "human": "http://g/v1"}
     with pytest.raises(SystemExit, match="found the model a, expected b, which has played"):
         who("a", "b")
+
+
+def test_a_placeholder_that_no_task_has_is_told_before_any_dialogue(tmp_path, capsys):
+    (tmp_path / "human.txt").write_text(
+        "{hidden_information} {problem_descripton} {dialogue_history} {toy}")
+    args = collect.parse_args([
+        "--tasks", "toy:backend:test", "--num_tasks", "2", "--agent", "scripted",
+        "--human", "http://h/v1", "--human_prompt", str(tmp_path / "human.txt"), "--output", "x"])
+    roles.read_tasks_and_prompts(args, ALONE)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("stays as it is") == 1
+    assert "human.txt: {problem_descripton} stays as it is" in said.out + said.err
 
 
 def test_the_tasks_and_both_instructions_are_inputs_of_a_run(tmp_path):

@@ -196,10 +196,20 @@ UNSOLVABLE = episode("t", 0.0) | {"reasons": {"a": "solution failed"}}
     (EQUAL, ["No task has two episodes of different reward"]),
     ([*EQUAL, episode("t", 0.0, 2)], []),
     ([UNSOLVABLE], ["1 of 1 tasks cannot be solved by their own solution"]),
+    ([episode("t", 0.0, texts=("t", "q", "", "I WANT TO ANSWER: x"))],
+     ["1 of 1 message of the human are empty"]),
+    ([episode("t", 0.0, texts=("t", "", "r", " ", "s", "I WANT TO ANSWER: x"))],
+     ["2 of 3 messages of the agent are empty"]),
+    ([episode("t", 0.0, texts=("t", "q", "", "w", "r", "I WANT TO ANSWER: x"))], []),
 ])
-def test_hints_tell_of_missing_answers_equal_rewards_and_unsolvable_tasks(episodes, told):
+def test_hints_tell_what_keeps_episodes_from_being_of_use(episodes, told):
     found = list(hints(episodes))
     assert len(found) == len(told) and all(map(str.startswith, found, told))
+
+
+def test_where_all_succeed_the_advice_is_harder_tasks():
+    hint, = hints([episode("t", 1.0, sample) for sample in (0, 1)])
+    assert hint.endswith("play more samples, or harder tasks.")
 
 
 @pytest.mark.parametrize("margins, ending", [

@@ -11,10 +11,10 @@ r"""Best of N: at each turn the agent says the best of N candidates (the paper's
         --human http://localhost:8000/v1 --human_model meta-llama/Llama-3.1-70B-Instruct \
         --output graded4.jsonl
 
-All other flags are collect.py's. Reads tasks and a critic; writes episodes as collect.py does, with
-`best_of_n` and `scorer` noted in each. A critic that sees the solution cannot choose for a deployed
-policy: with one, this measures the critic. The critic's reference sees the solution, too, as in
-Eq. (3), even if the critic has ranked with --reference plain.
+All other flags are those of `collect.py --tasks`. Reads tasks and a critic; writes episodes as
+collect.py does, with `best_of_n` and `scorer` noted in each. A critic that sees the solution cannot
+choose for a deployed policy: with one, this measures the critic. The critic's reference sees the
+solution, too, as in Eq. (3), even if the critic has ranked with --reference plain.
 
 Torchrun would take `--n` for a flag of its own, so give it `--` before the name of this script.
 
