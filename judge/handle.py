@@ -24,6 +24,7 @@ OUTCOME = re.compile(
 )
 MAX_OUTCOME_BYTES = 160
 MAX_THREADS = 200  # of a child; more could take all that the machine has
+END_SECONDS = 5  # how long a worker may take to end
 CONTROL_SECONDS = 60  # how long a worker may take to start, to fork and to tidy up
 WALL_PER_CPU = 4  # time in the kernel, and time asleep, are limited to so many times `seconds`
 POLL = struct.pack("ll", 0, 50_000)  # seconds, microseconds: how often a silent child is looked at
@@ -218,7 +219,7 @@ def close_workers(workers: set[Worker]) -> None:
         worker.control.close()
     for worker in mine:
         try:
-            worker.process.wait(5)
+            worker.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             worker.process.kill()
             worker.process.wait()

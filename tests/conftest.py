@@ -276,18 +276,19 @@ def real_pages(real_data):
 # Scripts, and what they leave
 
 
-def run_script(script, *arguments, processes=1, check=True, env=None, timeout=300):
+def run_script(script, *arguments, processes=1, check=True, env=None, timeout=300,
+               folder=ROOT):
     """Run a script as a user does, alone or under torchrun."""
     script, arguments = str(ROOT / script), [str(argument) for argument in arguments]
     if env is None and (processes == 1 or check):  # torchrun itself reports a failing rank
-        done = forked.run(script, arguments, processes, timeout)
+        done = forked.run(script, arguments, processes, timeout, folder)
     else:
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1",
                         "--nproc_per_node", str(processes)]
         done = subprocess.run([*command, script, *arguments], capture_output=True, text=True,
-                              cwd=ROOT, timeout=timeout, env=os.environ | (env or {}))
+                              cwd=folder, timeout=timeout, env=os.environ | (env or {}))
     if check:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

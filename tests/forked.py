@@ -33,7 +33,7 @@ def fork_server():
     return server
 
 
-def start(script, arguments, output, errors, ranks=1):
+def start(script, arguments, output, errors, ranks=1, folder=ROOT):
     """The processes of a run, which appends to the files `output` and `errors`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -43,17 +43,18 @@ def start(script, arguments, output, errors, ranks=1):
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         processes.append(fork_server().Process(
-            target=run_as_main, args=(str(script), arguments, output, errors, variables)))
+            target=run_as_main,
+            args=(str(script), arguments, output, errors, variables, str(folder))))
         processes[-1].start()
         atexit.register(processes[-1].kill)
     return processes
 
 
-def run(script, arguments, ranks, timeout):
+def run(script, arguments, ranks, timeout, folder=ROOT):
     """What subprocess.run(..., capture_output=True, text=True) returns."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("stdout", "stderr")]
-        code = wait(start(script, arguments, *files, ranks), time.monotonic() + timeout)
+    with tempfile.TemporaryDirectory() as printed_to:
+        files = [Path(printed_to, name) for name in ("stdout", "stderr")]
+        code = wait(start(script, arguments, *files, ranks, folder), time.monotonic() + timeout)
         printed, errors = (file.read_text() if file.exists() else "" for file in files)
     if code is None:
         raise subprocess.TimeoutExpired([script, *arguments], timeout, printed, errors)
@@ -76,10 +77,10 @@ def wait(processes, deadline):
     return code if code or not running else None
 
 
-def run_as_main(script, arguments, output, errors, variables):
+def run_as_main(script, arguments, output, errors, variables, folder):
     """In the forked process: what the interpreter does with a script; never returns."""
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(folder)
     for number, name in enumerate(("/dev/null", output, errors)):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), number)
     os.environ |= variables

@@ -456,7 +456,7 @@ def test_hostile_pages_reach_neither_loopback_nor_the_outside():
 
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize("dropped", [(), ("proxy",), ("resolver",), ("proxy", "resolver")])
+@pytest.mark.parametrize("dropped", [("proxy",), ("resolver",), ("proxy", "resolver")])
 def test_either_flag_closes_the_network_and_without_both_the_attacks_arrive(monkeypatch, dropped):
     answer_request = Browser._answer_request
 

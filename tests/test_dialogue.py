@@ -433,13 +433,6 @@ def test_another_solution_to_the_same_request_is_another_task():
     assert one != other and one == complete_task(TASK | {"ground_truth": "x"})["task_id"]
 
 
-def test_samples_of_a_task_are_numbered_on_from_file_to_file(tmp_path):
-    rows = [{"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": reward}
-            for reward in (1.0, 0.5)]
-    files = [write(tmp_path / f"{name}.jsonl", *rows) for name in "abc"]
-    assert [row["sample"] for row in load_episodes(files)[0]] == list(range(6))
-
-
 def test_only_the_first_tasks_are_read_if_a_number_is_given(tmp_path):
     path = write(tmp_path / "t.jsonl", TASK, TASK, TASK)
     assert [len(read_tasks(path, count)) for count in (1, 2, 3, 9, None)] == [1, 2, 3, 3, 3]
@@ -534,10 +527,10 @@ def test_a_tokenizer_that_opens_every_text_opens_no_part_of_a_dialogue():
 
 
 def test_samples_are_numbered_on_after_the_highest_of_the_files_before(tmp_path):
-    first, second = ([episode("t", 0.5, sample) for sample in samples]
-                     for samples in ((2, 0), (1, 0)))
-    files = [write(tmp_path / "a.jsonl", *first), write(tmp_path / "b.jsonl", *second)]
-    assert [row["sample"] for row in load_episodes(files)[0]] == [2, 0, 4, 3]
+    files = [write(tmp_path / f"{samples}.jsonl", *(episode("t", 0.5, int(sample))
+                                                    for sample in samples))
+             for samples in ("20", "10", "01")]
+    assert [row["sample"] for row in load_episodes(files)[0]] == [2, 0, 4, 3, 5, 6]
 
 
 def test_almost_all_tests_passed_are_no_success():

@@ -8,10 +8,11 @@ import shlex
 import shutil
 import subprocess
 
+import forked
 import pytest
 from chat_server import running
 from conftest import (
-    ROOT, dialogue, metrics, ranked_state, read_rows, run_python, write_episodes, write_rows)
+    ROOT, dialogue, metrics, ranked_state, read_rows, write_episodes, write_rows)
 
 from formats.read import read_candidates
 from train_policy import state_pairs
@@ -45,11 +46,15 @@ def fork(tmp_path):
 
 
 def run(command, folder, *more):
-    run_python(*shlex.split(command)[1:], *more, folder=folder, PYTHONPATH="")
+    script, *words = shlex.split(command)[1:]
+    done = forked.run(folder / script, [*words, *more], 1, 300, folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def run_code(code, folder):
-    return run_python("-c", code, folder=folder, PYTHONPATH="")
+    (folder / "check.py").write_text(code)
+    return run("python check.py", folder)
 
 
 def write_ranked(path):
@@ -63,7 +68,6 @@ def test_the_table_names_every_patch():
     assert FORKS.keys() == {path.stem for path in (ROOT / "docs/forks").glob("*.patch")}
 
 
-@pytest.mark.slow
 def test_a_square_root_normaliser_trains_and_ranks(fork):
     folder = fork("sqrt_normaliser")
     run(FORKS["sqrt_normaliser"], folder, "--max_steps", "2")
@@ -84,7 +88,6 @@ for whole, root, ids in zip(advantages(), roots, critic.tokenizer(texts)["input_
         assert square == pytest.approx(length, rel=1e-3) and length > 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, first_loss", [("ipo", 25.0), ("hinge", 1.0)])
 def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss):
     folder = fork(name)
@@ -92,7 +95,6 @@ def test_another_loss_has_its_value_before_the_first_step(fork, name, first_loss
     assert metrics(folder / name)[0]["train/loss"] == pytest.approx(first_loss, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_loss_without_reference_compares_mean_log_probs(fork):
     folder = fork("simpo")
     run(FORKS["simpo"], folder, "--nll", "0", "--batch_size", "1", "--max_steps", "2")
@@ -101,7 +103,6 @@ def test_a_loss_without_reference_compares_mean_log_probs(fork):
     assert first["train/loss"] == pytest.approx(softplus(1 - first["train/margin"]), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_loss_that_knows_the_advantages_starts_at_their_differences(fork):
     folder = fork("odpo")
     run(FORKS["odpo"], folder, "--nll", "0")
@@ -116,7 +117,6 @@ def softplus(value):
     return math.log1p(math.exp(value))
 
 
-@pytest.mark.slow
 def test_an_output_is_held_to_the_code_that_made_it_and_to_what_that_imports(fork):
     folder = fork("hinge")
     (folder / "mine").mkdir()
@@ -151,7 +151,6 @@ def test_a_critic_of_ones_own_ranks_for_the_policy(tmp_path):
     assert first["advantages"][0] > 0 > first["advantages"][-1]
 
 
-@pytest.mark.slow
 def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
     folder = fork("gap_pairing")
     run(FORKS["gap_pairing"], folder)
@@ -160,7 +159,6 @@ def test_the_gap_rule_pairs_only_what_is_far_apart(fork):
     assert run_code(code, folder).strip() == "[(3, 0), (3, 1), (3, 2)]"
 
 
-@pytest.mark.slow
 def test_the_lying_human_denies_a_wish_that_it_has(fork):
     folder = fork("lying_human")
     run(FORKS["lying_human"], folder)

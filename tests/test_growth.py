@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from conftest import (
-    ROOT, differing_weights, metrics, refusal, run_python, run_script, training, write_episodes)
+    ROOT, changed_trainer, differing_weights, metrics, refusal, run_script, training,
+    write_episodes)
 
 from runtime.processes import Process
 from runtime.record import COUNTS, changes_since, claim_output, has_grown, open_rows
@@ -99,10 +100,8 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     train("cut", "--max_steps", 2)
     assert len(metrics(tmp_path / "cut")) == 2
     assert "training is complete up to --max_steps" in train("cut", "--max_steps", 2).stdout
-    ending = ("import os, train_policy\n"
-              "train_policy.open_to_train = lambda *_: os._exit(0)\n"
-              "train_policy.main(train_policy.parse_args())")
-    run_python("-c", ending, *training(
+    ending = changed_trainer(tmp_path, "train_policy.open_to_train = lambda *_: os._exit(0)")
+    run_script(ending, *training(
         episodes, tiny(), tmp_path / "cut", "--epochs", 3, "--batch_size", 2, "--max_steps", 4))
     assert (tmp_path / "cut/config.json").is_file()  # before its first step, the model stays usable
     train("cut", "--max_steps", 4)
@@ -163,8 +162,6 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 def test_a_run_that_goes_on_leaves_no_checkpoint_of_fewer_steps(tiny, tmp_path):
     command = training(write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "cut")
     run_script("train_policy.py", *command, "--max_steps", 1)
-    ending = ("import os, train_policy\n"
-              "train_policy.learning_rate = lambda *_: os._exit(0)\n"
-              "train_policy.main(train_policy.parse_args())")
-    run_python("-c", ending, *command, "--max_steps", 2)  # ends within its first step
+    ending = changed_trainer(tmp_path, "train_policy.learning_rate = lambda *_: os._exit(0)")
+    run_script(ending, *command, "--max_steps", 2)  # ends within its first step
     assert not (tmp_path / "cut/config.json").exists()

@@ -18,7 +18,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from conftest import ROOT, differing_weights, write_episodes
+from conftest import ROOT, differing_weights, run_script, write_episodes
 
 from runtime.models import load_model
 
@@ -82,8 +82,7 @@ def commands(tiny, tmp_path_factory):
     candidates = folder / "candidates.jsonl"
     states = ["--states", episodes, "--states_fraction", 0.5, "--num_candidates", 4,
               "--max_new_tokens", 6, "--batch_size", 8, "--agent", model]
-    subprocess.run([sys.executable, ROOT / "collect.py", *map(str, states), "--output", candidates],
-                   cwd=ROOT, check=True, capture_output=True)
+    run_script("collect.py", *states, "--output", candidates)
     arguments = {
         "collect": ("collect.py", rollout),
         "states": ("collect.py", states),

@@ -8,6 +8,7 @@ import decimal
 import enum
 import errno
 import fractions
+import functools
 import json
 import os
 import platform
@@ -698,13 +699,14 @@ def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge,
 def test_time_that_an_answer_waits_for_a_core_is_not_its_own():
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # the judge and the others share one
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
-              for _ in range(15)]
+    code = ("import time\ndef f(n):\n    end = time.process_time() + n\n"
+            "    while time.process_time() < end: pass\n    return n")
+    task, others = {"ground_truth": code, "test_cases": {"test1": "f(0.25)"}}, []
     try:
         with BackendJudge(workers=1, seconds=0.5) as crowded:
-            code = ("import time\ndef f(n):\n    end = time.process_time() + n\n"
-                    "    while time.process_time() < end: pass\n    return n")
-            task = {"ground_truth": code, "test_cases": {"test1": "f(0.25)"}}
+            crowded.expected_of(task)
+            others += [subprocess.Popen([sys.executable, "-Sc", "while True: pass"],
+                                        start_new_session=True) for _ in range(15)]
             assert crowded.grade(task, code).reasons == {"test1": "passed"}
     finally:
         os.sched_setaffinity(0, cores)
@@ -726,6 +728,7 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
 
 def test_a_worker_that_hangs_is_told_and_ended_with_its_folder(monkeypatch):
     monkeypatch.setattr("judge.handle.CONTROL_SECONDS", 0.1)
+    monkeypatch.setattr("judge.handle.END_SECONDS", 0.1)
     change_worker(monkeypatch, "main = lambda _: __import__('time').sleep(60)")
     worker = Worker()
     assert worker.control.gettimeout() == 0.1  # else this test would hang, too
@@ -911,7 +914,8 @@ def test_require_protection_refuses_a_machine_that_lacks_one(monkeypatch):
 
 
 @pytest.mark.slow
-def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
+def test_check_reports_solutions_that_cannot_be_passed_with_the_reason(monkeypatch):
+    monkeypatch.setattr(sandbox, "BackendJudge", functools.partial(BackendJudge, seconds=0.25))
     code = (
         "import time, random\n"
         "def f(n):\n"
@@ -922,9 +926,9 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
         "def f(n):\n"
         "    while time.process_time() < n:\n"
         "        sum(range(20000))\n"  # else most of the time is the kernel's
-        "    return 1 if n != 2.5 else {}[n]"
+        "    return 1 if n != 0.6 else {}[n]"
     )
-    tests = [str(n) for n in range(6)], ["0", "2", "2.5", "99"]
+    tests = [str(n) for n in range(6)], ["0", "0.5", "0.6", "99"]
     rows, status = check_solutions([DOUBLE, *(
         {"ground_truth": solution, "test_cases": {n: f"f({n})" for n in numbers}}
         for solution, numbers in zip((code, slow), tests, strict=True))])
@@ -933,8 +937,8 @@ def test_check_reports_solutions_that_cannot_be_passed_with_the_reason():
         (1, "1", "not deterministic"),
         (1, "3", "the value equals nothing"),
         (1, "5", "the solution raised IndexError"),
-        (2, "2", "the solution takes longer than an answer may"),
-        (2, "2.5", "the solution raised KeyError"),
+        (2, "0.5", "the solution takes longer than an answer may"),
+        (2, "0.6", "the solution raised KeyError"),
         (2, "99", "the solution timed out"),
     ]
     assert status["limits"] or sys.platform != "linux"
@@ -1005,10 +1009,10 @@ def descendants(pid):
 @needs_linux
 @pytest.mark.slow
 def test_a_job_that_was_suspended_times_no_answer_out():
-    code = "def f(n):\n    for _ in range(10_000_000):\n        pass\n    return n"
+    code = "def f(n):\n    for _ in range(4_000_000):\n        pass\n    return n"
     task = {"ground_truth": code, "test_cases": {str(n): f"f({n})" for n in range(6)}}
     script = (f"from judge.sandbox import BackendJudge\ntask = {task!r}\n"
-              "with BackendJudge(workers=1) as judge:\n"
+              "with BackendJudge(workers=1, seconds=0.5) as judge:\n"
               "    judge.expected_of(task)\n    print('ready', flush=True)\n"
               "    print(judge.grade(task, task['ground_truth']).reward)")
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True,
@@ -1018,7 +1022,7 @@ def test_a_job_that_was_suspended_times_no_answer_out():
         suspended = descendants(process.pid)
         for pid in suspended:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(6)  # a call that sleeps may take 4
+        time.sleep(3)  # a call that sleeps may take 2
         for pid in suspended:
             os.kill(pid, signal.SIGCONT)
         assert process.stdout.read() == "1.0\n"

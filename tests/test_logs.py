@@ -12,6 +12,7 @@ from conftest import (
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_candidates, read_episodes, read_tasks
+import report.__main__ as report
 from report.page import task_records
 from report.training import held_out_tasks
 
@@ -104,15 +105,18 @@ def test_the_commands_of_the_page_lead_from_dialogues_to_a_shaded_report(tmp_pat
     script = tmp_path / "commands.sh"
     script.write_text("set -e\n" + shell)
     (tmp_path / "base").symlink_to(ROOT / "toy/base")  # bash splits $MODEL at a space
+    monkeypatch.chdir(tmp_path)
     for _, *words in record(script, tmp_path, ["python"], MODEL="base"):
-        if words[0].endswith(".py"):
-            words[0] = str(ROOT / words[0])
         if "--agent" in words:
             words += ["--max_new_tokens", "8", "--num_candidates", "4"]
-        run_python(*words, folder=tmp_path)
+        if "--model" in words:
+            words += ["--max_steps", "2"]
+        if words[0] == "-m":
+            report.main(report.parse_args(words[2:]))
+        else:
+            run_script(*words, folder=tmp_path)
     assert all(part in (tmp_path / "report.html").read_text() for part in (
         "<html", "held-out pairs of dialogues", "Which turns helped", "Known afterwards"))
-    monkeypatch.chdir(tmp_path)
     held_out = held_out_tasks("critic")
     assert len(held_out) == 1  # a twentieth of ten tasks, rounded up
     monkeypatch.chdir(ROOT)
@@ -121,12 +125,13 @@ def test_the_commands_of_the_page_lead_from_dialogues_to_a_shaded_report(tmp_pat
     assert all(chosen > rejected for chosen, rejected in (pair["advantages"] for pair in pairs))
     assert pairs and pairs[0]["prompt"][-1]["role"] == "user"
     assert pairs[0]["chosen"][0]["role"] == pairs[0]["rejected"][0]["role"] == "assistant"
-    run_python("-c", python_of_page("train_critic", f"""
+    monkeypatch.chdir(tmp_path)
+    exec(python_of_page("train_critic", f"""
 task = {read_episodes(tmp_path / "episodes.jsonl")[0]["task"]!r}
 messages = [{{"role": "user", "content": "x"}}]
 values = reward(task, messages, ["Which number?", "no"])
 assert len(values) == 2 and values[0] != values[1]
-"""), folder=tmp_path)
+"""), {})
 
 
 def python_of_page(word, more=""):

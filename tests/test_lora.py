@@ -251,7 +251,7 @@ def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, train
 
 
 def test_only_matrices_are_trained_and_in_fp32():
-    model = add_matrices(tiny_model(byte_tokenizer()), **SETTINGS)
+    model = add_matrices(tiny_model(byte_tokenizer()).bfloat16(), **SETTINGS)
     assert len(trained_parameters(model)) == 2 * 7 * 2  # of seven layers in each of two blocks
     assert all(parameter.dtype == torch.float32 for parameter in trained_parameters(model))
 

@@ -354,12 +354,9 @@ def test_another_seed_draws_other_pairs_of_a_state():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("data", ["--candidates", "--episodes"])
-def test_the_instructions_of_the_data_are_saved_with_the_policy(files, tiny, tmp_path, data):
-    rows = [episode("t", reward, sample, agent_prompt="Ask.")
-            for sample, reward in enumerate((1.0, 0.0))]
-    path = files / "ranked.jsonl"
-    if data == "--episodes":
-        path = write_rows(tmp_path / "e.jsonl", rows)
-    run_script("train_policy.py", data, path, "--model", tiny(), *flags(tmp_path / "out"))
+def test_the_instructions_of_episodes_are_saved_with_the_policy_too(tiny, tmp_path):
+    path = write_rows(tmp_path / "e.jsonl", [
+        episode("t", reward, sample, agent_prompt="Ask.")
+        for sample, reward in enumerate((1.0, 0.0))])
+    run_script("train_policy.py", "--episodes", path, "--model", tiny(), *flags(tmp_path / "out"))
     assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"

@@ -10,6 +10,7 @@ import sys
 import time
 import types
 
+import forked
 import pytest
 import torch
 from conftest import (
@@ -279,8 +280,7 @@ def test_a_rank_that_hangs_in_a_step_ends_the_run_in_a_sentence(tiny, tmp_path, 
                              .replace("RANK_THAT_HANGS", rank))
     episodes = write_episodes(tmp_path / "episodes.jsonl")
     began = time.monotonic()
-    done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
-                      check=False)
+    done = forked.run(script, list(map(str, training(episodes, tiny(), tmp_path / "out"))), 2, 300)
     assert time.monotonic() - began < 300
     assert done.returncode != 0
     assert "Another process of this run has been silent" in done.stderr, done.stderr[-3000:]
@@ -351,8 +351,7 @@ train_policy.dialogue_row = other
 def test_ranks_that_hold_other_data_stop_and_are_named(tiny, tmp_path):
     script = changed_trainer(tmp_path, OTHER_DATA)
     episodes = write_episodes(tmp_path / "episodes.jsonl")
-    done = run_script(script, *training(episodes, tiny(), tmp_path / "out"), processes=2,
-                      check=False)
+    done = forked.run(script, list(map(str, training(episodes, tiny(), tmp_path / "out"))), 2, 300)
     assert done.returncode != 0 and "on the ranks [1] than on rank 0" in done.stderr
 
 

@@ -3,6 +3,7 @@
 import email.utils
 import functools
 import hashlib
+import itertools
 import json
 import ssl
 import threading
@@ -511,10 +512,10 @@ def test_no_name_among_several_models_or_an_unknown_one_is_a_sentence_with_the_n
     assert server.calls == 0
 
 
-@pytest.mark.parametrize("end", [
-    "", "/", "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/"])
-@pytest.mark.parametrize("name", [None, "org/model", "unknown"])
-@pytest.mark.parametrize("models", [[], ["org/model"]])
+@pytest.mark.parametrize("end, name, models", [
+    *itertools.product(["", "/"], [None, "org/model", "unknown"], [[], ["org/model"]]),
+    *((end, None, []) for end in (
+        "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/"))])
 def test_another_address_of_a_server_is_a_sentence_with_that_of_its_api(end, name, models):
     with running(echo, models=models) as server:
         found = f"no API there but one at {server.url}, expected"

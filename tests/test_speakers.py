@@ -81,19 +81,17 @@ def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own(tempera
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text"))
-def test_samples_that_share_a_prompts_cache_equal_samples_with_copies_of_it(family, monkeypatch):
+def test_samples_that_share_a_prompts_cache_equal_those_of_an_attention_that_copies_it(family):
     """Samples of prompts of unequal length end at different times, so rows and prompts leave."""
-    sampler = speaker(family=family, max_new_tokens=40)
-    sampler.stops |= set(range(50))  # texts end often
-    shared = ask_all(sampler, CONVERSATIONS, n=4, seeds=range(5))
+    sampler, eager = (speaker(family=family, max_new_tokens=40) for _ in range(2))
+    eager.model.set_attn_implementation("eager")  # a model with an attention of its own keeps it
+    for of_both in (sampler, eager):
+        of_both.stops |= set(range(50))  # texts end often
+    shared, copied = (ask_all(of_both, CONVERSATIONS, n=4, seeds=range(5))
+                      for of_both in (sampler, eager))
     assert sampler.model.config._attn_implementation == "shared_prompts"
-
-    def copy_prompts(model, cache, n):
-        cache.batch_repeat_interleave(n)
-        return cache
-
-    monkeypatch.setattr(speakers.local, "share_prompts", copy_prompts)
-    assert shared == ask_all(sampler, CONVERSATIONS, n=4, seeds=range(5))
+    assert eager.model.config._attn_implementation == "eager"
+    assert shared == copied
     longest = [max(len(utterance.text) for utterance in utterances) for utterances in shared]
     distinct = {utterance.text for utterances in shared for utterance in utterances}
     assert len(set(longest)) > 1 and len(distinct) > 9
@@ -157,14 +155,6 @@ def test_samples_of_a_model_that_computes_with_cached_keys_have_copies_of_its_ca
     sampler = speaker(family=family, temperature=0)
     several = ask_all(sampler, CONVERSATIONS, n=2)
     assert several == [2 * found for found in ask_all(sampler, CONVERSATIONS)]
-
-
-def test_a_model_with_an_attention_of_its_own_keeps_it_for_samples():
-    sampler, eager = speaker(), speaker()
-    eager.model.set_attn_implementation("eager")
-    texts = ask_all(sampler, CONVERSATIONS, n=3, seeds=range(5))
-    assert ask_all(eager, CONVERSATIONS, n=3, seeds=range(5)) == texts
-    assert eager.model.config._attn_implementation == "eager"
 
 
 def test_a_kept_cache_changes_no_greedy_token_and_only_new_tokens_are_read():
