@@ -130,8 +130,8 @@ def hints(episodes):
                 for message in episode["dialogue_history"][1:] if message["role"] == role]
         empty = sum(not text.strip() for text in said)
         if empty > len(said) / 2:
-            yield (f"{empty} of {counted(len(said), 'message')} of the {party} are empty; check its"
-                   " model and server.")
+            yield (f"{empty} of {len(said)} messages of the {party} are empty; check its model and"
+                   " server.")
     differ = any(len({episode["reward"] for episode in group}) > 1 for group in by_task.values())
     if len(played) > len(by_task) and not differ:
         other = "easier tasks, or start from a model that succeeds now and then"

@@ -38,8 +38,8 @@ def pytest_addoption(parser):
 
 
 # The files that take longest come first, in an order that makes two halves about equally long
-LONGEST = ("interruptions", "recipes", "benchmark", "pipeline", "browser", "servers", "logs",
-           "fullsize", "critic", "ranks", "forks", "judge", "vision", "lora", "best_of_n")
+LONGEST = ("interruptions", "recipes", "pipeline", "benchmark", "browser", "fullsize", "critic",
+           "servers", "vision", "judge", "best_of_n", "ranks", "rollout", "lora")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -197,7 +197,7 @@ UNSOLVABLE = episode("t", 0.0) | {"reasons": {"a": "solution failed"}}
     ([*EQUAL, episode("t", 0.0, 2)], []),
     ([UNSOLVABLE], ["1 of 1 tasks cannot be solved by their own solution"]),
     ([episode("t", 0.0, texts=("t", "q", "", "I WANT TO ANSWER: x"))],
-     ["1 of 1 message of the human are empty"]),
+     ["1 of 1 messages of the human are empty"]),
     ([episode("t", 0.0, texts=("t", "", "r", " ", "s", "I WANT TO ANSWER: x"))],
      ["2 of 3 messages of the agent are empty"]),
     ([episode("t", 0.0, texts=("t", "q", "", "w", "r", "I WANT TO ANSWER: x"))], []),
