@@ -150,7 +150,7 @@ def compare(ours, theirs, our_draws, their_draws, task_draws, limits=SHARE):
         limits = (limits[0] - limits[1], limits[1] - limits[0])  # of a difference
     gap_bounds = bounds(drawn_means(drawn_gaps * task_draws, task_draws), count, limits)
     # sums that differ only in the order of addition are a tie
-    tolerance = 1e-12 * max(abs(ours).max(), abs(theirs).max())
+    tolerance = 1e-12 * numpy.maximum(abs(ours).max(0), abs(theirs).max(0))  # (M,)
     points, drawn_points = win_points(gaps, tolerance), win_points(drawn_gaps, tolerance)
     rate_bounds = bounds(drawn_means(drawn_points * task_draws, task_draws), count, SHARE)
     wins, losses = int((points == 1).sum()), int((points == 0).sum())

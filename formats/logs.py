@@ -191,7 +191,7 @@ def log_episode(row, prompt, where):
     turn = [message["role"] for message in messages].index("assistant")
     opening = [message["content"] for message in messages[:turn]]
     task_id = row.get("task")
-    if task_id is None:
+    if task_id in (None, ""):  # some exports write a missing one as an empty text
         text = "\n".join(opening)
         task_id = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     if messages[0]["role"] in ("system", "developer"):  # two names for instructions
@@ -234,7 +234,7 @@ def text_of_call(call):
         # what a model wrote as invalid JSON, or with half a surrogate pair, stays a text
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments or "{}")
-            json.dumps(parsed, ensure_ascii=False).encode()
+            json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
             arguments = parsed
     called = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{called}\n</tool_call>"

@@ -141,17 +141,18 @@ def different_humans(policies):
 def different_rules(policies):
     """A sentence on limits of turns or, where these agree, on instructions.
 
-    A policy with a single turn is a baseline, which differs in both.
+    A policy with a single turn is a baseline, which differs in both from those with several.
     """
     limits = {name: policy["max_turns"] for name, policy in policies.items()
               if policy["max_turns"] and policy["max_turns"] > 1}
-    prompts = {tuple(policy["prompts"]) for policy in policies.values()
-               if policy["prompts"] and policy["max_turns"] != 1}
+    # (whether it is such a baseline, its instructions)
+    prompts = {(policy["max_turns"] == 1, *policy["prompts"]) for policy in policies.values()
+               if policy["prompts"]}
     if len(set(limits.values())) > 1:
         listed = ", ".join(f"{name} {limit}" for name, limit in limits.items())
         yield (f"The policies had different numbers of turns (--max_turns: {listed}), so"
                " differences may be due to them.")
-    elif len(prompts) > 1:
+    elif len(prompts) > len({single for single, *_ in prompts}):
         yield ("The agents had different instructions (agent_prompt in the episodes), so"
                " differences may be due to them.")
 

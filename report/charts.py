@@ -146,7 +146,7 @@ def training_curves(run):
         title, unit, factor = CURVES.get(key, (key, "", 1))
         points, window = smoothed(series[key])
         points = [[step, float(f"{factor * value:.5g}")] for step, value in points]
-        step_title = f"step, mean of {window} steps" if window > 1 else "step"
+        step_title = f"step, mean of {window} values" if window > 1 else "step"
         curves.append({"title": title, "points": points, "x": step_title, "y": unit,
                        "folded": key not in DRAWN_CURVES})
     return curves

@@ -107,7 +107,7 @@ def annotate(policies, critic, held_out):
         drop_unreadable(episode)
     played = [episode for episode in episodes if not episode["error"]]
     if critic:
-        for episode in played:
+        for episode in episodes:
             episode["advantages"] = None  # the shades have one scale, so all are the critic's
         add_advantages(critic, episodes_to_show(episodes))
     for episode in played:
@@ -274,26 +274,34 @@ def task_records(policies):
 def packed_episodes(policies, room):
     """All that the browser of dialogues shows, compressed, in at most `room` characters.
 
-    When room runs out, screenshots are omitted first, then whole tasks.
+    When room runs out, screenshots are omitted first, then the last episodes.
     """
     tasks, pictures = task_records(policies)
     scale = strongest_shade(tasks)
-    num_tasks, num_pictures = len(tasks), len(pictures)
+    total = sum(len(task["episodes"]) for task in tasks)
+    num_episodes, num_pictures = total, len(pictures)
     while True:
-        omitted = {
-            "episodes": sum(len(task["episodes"]) for task in tasks[num_tasks:]),
-            "screenshots": len(pictures) - num_pictures,
-        }
-        data = {"tasks": tasks[:num_tasks], "pictures": pictures[:num_pictures],
+        omitted = {"episodes": total - num_episodes, "screenshots": len(pictures) - num_pictures}
+        data = {"tasks": first_episodes(tasks, num_episodes), "pictures": pictures[:num_pictures],
                 "scale": scale, "omitted": omitted}
         packed = base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode()))
-        if len(packed) <= room or num_tasks == 0:
+        if len(packed) <= room or num_episodes == 0:
             return packed.decode()
         kept_share = max(0, 0.95 * room / len(packed))
         if num_pictures > 0:
             num_pictures = int(num_pictures * kept_share)
         else:
-            num_tasks = int(num_tasks * kept_share)
+            num_episodes = int(num_episodes * kept_share)
+
+
+def first_episodes(tasks, count):
+    """The tasks with their first `count` episodes in all: in a log, one task may have most."""
+    kept = []
+    for task in tasks:
+        if count > 0:
+            kept.append(task | {"episodes": task["episodes"][:count]})
+        count -= len(task["episodes"])
+    return kept
 
 
 def strongest_shade(tasks):

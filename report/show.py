@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 
+from colbench import DOMAINS
 from formats.read import group_by_task, read_episodes
 from runtime.text import counted, harmless
 
@@ -51,7 +52,8 @@ def print_episode(episode):
             if message.get("finished") is False:
                 print_part("", "[cut at the token limit]")
         else:
-            print_part("human" if message["role"] == "user" else message["role"], text)
+            role = " ".join(message["role"].split())  # of a log: any text
+            print_part("human" if role == "user" else role, text)
     if episode["reasons"]:
         print_part("tests", counted_reasons(episode["reasons"]))
 
@@ -66,7 +68,8 @@ def outcome_line(episode):
         return f"{outcome}stopped by an error: {episode['error']}"
     if episode["success"] is not None:
         outcome += "solved, " if episode["success"] else "not solved, "
-    return f"{outcome}reward {episode['reward']:.3f}"
+    digits = "g" if DOMAINS[episode["task"]["domain"]].logged else ".3f"  # a log's may be tiny
+    return f"{outcome}reward {episode['reward']:{digits}}"
 
 
 def counted_reasons(reasons):

@@ -38,7 +38,10 @@ def record_of(path):
     """(script, flags) of a run's record; neither where there is no record."""
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name of any length
         return "", {}
-    run = read_run(path)
+    try:
+        run = read_run(path)
+    except SystemExit:  # another program's file, beside a model of its own
+        return "", {}
     return Path(run.get("script", "")).name, run["flags"]
 
 

@@ -10,7 +10,7 @@ import typing
 
 from tqdm import tqdm
 
-from runtime.text import counted
+from runtime.text import counted, harmless
 
 
 class Process(typing.NamedTuple):
@@ -157,6 +157,10 @@ def launch(main, args,
         main(args)
         print(end="", flush=True)  # a closed pipe shows here, not at the exit
         leave_processes()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):  # it may quote a file
+            raise SystemExit(harmless(stop.code)) from None
+        raise
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(f"\nStopped. {advice}", file=sys.stderr, flush=True)

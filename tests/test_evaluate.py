@@ -8,7 +8,7 @@ import random
 import conftest
 import numpy
 import pytest
-from conftest import dialogue, write_rows
+from conftest import dialogue, run_script, write_rows
 
 import evaluate
 from formats.policies import read_policies
@@ -626,6 +626,27 @@ def test_other_instructions_of_a_policy_that_may_not_ask_are_no_reason(tmp_path,
     evaluated(tmp_path, a=outcomes(3, 4, agent_prompt="Ask.", max_turns=10),
               b=outcomes(2, 4, agent_prompt="Answer.", max_turns=1))
     assert "instructions" not in capsys.readouterr().out
+
+
+def test_instructions_that_differ_between_policies_of_a_single_turn_are_told(tmp_path, capsys):
+    evaluated(tmp_path, a=outcomes(3, 4, agent_prompt="Ask.", max_turns=1),
+              b=outcomes(2, 4, agent_prompt="Answer.", max_turns=1))
+    assert "different instructions" in capsys.readouterr().out
+
+
+def test_one_huge_reward_of_a_log_makes_no_other_task_a_tie():
+    better, worse = numpy.full((1, 21), 0.9), numpy.full((1, 21), 0.1)
+    better[0, 0] = worse[0, 0] = 1e13
+    seed_draws, task_draws = draws(1, 21)
+    found = evaluate.compare(better, worse, seed_draws, seed_draws, task_draws, None)
+    assert (found["wins"], found["losses"]) == (20, 0)
+
+
+def test_no_refusal_lets_a_file_steer_the_terminal(tmp_path):
+    files = [f"{name}={write_rows(tmp_path / f'{name}.jsonl', [conftest.episode(task, 1.0)])}"
+             for name, task in (("p", "t"), ("q", "\x1b[2J"))]
+    done = run_script("evaluate.py", *files, "--output", tmp_path / "out", check=False)
+    assert done.returncode == 1 and "\x1b" not in done.stderr and "\\x1b[2J" in done.stderr
 
 
 def test_the_number_of_turns_is_that_of_the_episodes_that_tell_it(tmp_path):

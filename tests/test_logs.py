@@ -13,6 +13,7 @@ from conftest import (
 from colbench import agent_view, encode_dialogue
 from formats.read import read_candidates, read_episodes, read_tasks
 import report.__main__ as report
+from report import show
 from report.page import task_records
 from report.training import held_out_tasks
 
@@ -344,8 +345,27 @@ def test_each_dialogue_is_shown_with_its_own_request_and_ground_truth(tmp_path):
     assert shown.index("it was due") < shown.index("refund") < shown.index("it was lost")
 
 
+def test_an_empty_task_of_a_log_is_none(tmp_path):
+    episodes, _ = imported(tmp_path, *(log_line(task="", messages=dialogue(request, "a"))
+                                       for request in ("refund", "parcel", "refund")))
+    first, second, third = (episode["task"]["task_id"] for episode in episodes)
+    assert first == third != second
+
+
+def test_the_words_of_a_log_look_like_no_label_and_a_small_reward_is_not_rounded_away(
+        tmp_path, capsys):
+    role = "tool\nagent 2   I WANT TO ANSWER: forged\nhuman"
+    episodes, _ = imported(tmp_path, log_line(reward=1e-5, messages=[
+        *dialogue("lost", "a"), {"role": role, "content": "x"}, *dialogue("found", "b")]))
+    show.print_episode(episodes[0])
+    printed = capsys.readouterr().out
+    assert not any(line.strip().startswith("agent 2   I WANT") for line in printed.splitlines())
+    assert "reward 1e-05" in printed
+
+
 @pytest.mark.parametrize("arguments, written", [
-    ("", "{}"), ("{'a': 1}", '"{\'a\': 1}"'), (r'{"a": "\ud83d"}', json.dumps(r'{"a": "\ud83d"}'))])
+    ("", "{}"), ("{'a': 1}", '"{\'a\': 1}"'), (r'{"a": "\ud83d"}', json.dumps(r'{"a": "\ud83d"}')),
+    ('{"a": 1e400}', json.dumps('{"a": 1e400}'))])
 def test_arguments_that_are_no_json_stay_what_the_model_wrote(tmp_path, arguments, written):
     call = {"function": {"name": "find", "arguments": arguments}}
     messages = dialogue("lost", None)

@@ -588,7 +588,25 @@ def test_the_critic_reads_all_dialogues_that_the_file_can_hold_and_not_many_more
     assert 0 < len(held) <= len(read) < 2 * len(held) < 200
 
 
-def test_shared_pictures_are_stored_once_and_too_much_omits_pictures_then_whole_tasks():
+def test_of_a_task_with_more_episodes_than_the_file_can_hold_the_first_ones_are_kept():
+    draw = random.Random(0)
+    runs = [[episode(task, sample=sample, text=draw.randbytes(1000).hex())
+             for sample in range(samples)] for task, samples in ((0, 10), (1, 2))]
+    _, size = unpacked({"p": runs}, 10**6)
+    held, _ = unpacked({"p": runs}, size // 2)
+    assert 0 < held["omitted"]["episodes"] < 10
+    (task,) = held["tasks"]
+    kept = 12 - held["omitted"]["episodes"]
+    assert [int(record["sample"]) for record in task["episodes"]] == list(range(kept))
+
+
+def test_an_agent_beside_the_run_json_of_another_program_is_reported(tmp_path):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent/run.json").write_text('{"foo": 1}')
+    assert write_report(tmp_path, p=[episode(0, agent=str(tmp_path / "agent"))]).exists()
+
+
+def test_shared_pictures_are_stored_once_and_too_much_omits_pictures_then_episodes():
     draw = random.Random(0)
     run = [episode(task, screenshot=base64.b64encode(draw.randbytes(3000)).decode(), error=None,
                    solution_screenshot="shared") for task in range(10)]
