@@ -42,10 +42,12 @@ WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:
 # Allowed with one argument fixed: call, argument, value. Sockets of a pair are local (AF_UNIX),
 # messages have no address, limits are those of the process itself.
 CONDITIONS = ("socketpair:53:199", 0, 1), ("sendto:44:206", 4, 0), ("prlimit64:302:261", 0, 0)
-# Refused with one argument of this value, in the same form: F_SETOWN, F_SETOWN_EX, FIOSETOWN and
-# SIOCSPGRP name another process that a file is to send its signals to.
-SIGNAL_OWNERS = (("fcntl:72:25", 1, 8), ("fcntl:72:25", 1, 15),
-                 ("ioctl:16:29", 1, 0x8901), ("ioctl:16:29", 1, 0x8902))
+# Refused with one argument of this value, in the same form: F_SETOWN and F_SETOWN_EX name another
+# process that a file is to send its signals to; F_SETLEASE lets all who open the file wait.
+FILE_COMMANDS = (("fcntl:72:25", 1, 8), ("fcntl:72:25", 1, 15), ("fcntl:72:25", 1, 1024))
+# Of ioctl, only the type that Python needs, for descriptors and terminals, is allowed. Others name
+# owners of signals, too, or change the flags (chattr) of a file that is open for reading alone.
+IOCTL, TYPE_BITS, TERMINAL_TYPE = "ioctl:16:29", 0xFF00, 0x5400
 # Refused: opening a file read-only with O_TRUNC (it empties the file, and Landlock checks it only
 # since Linux 6.2), and access mode 3 (which Landlock never checks). OPEN_BITS are O_TRUNC and
 # O_ACCMODE.
@@ -95,8 +97,16 @@ def child_filter(process: int) -> bytes:
         fixed_argument(CLONE, 0, THREAD, ANY_BIT),
         fixed_argument(KILLS, 0, process),
     ]
-    for call, argument, value in SIGNAL_OWNERS:
+    for call, argument, value in FILE_COMMANDS:
         program.append(refused_argument(call, argument, value))
+    program.append(if_call(
+        IOCTL,
+        instruction(LOAD, ARGUMENTS + 8),
+        instruction(MASK, TYPE_BITS),
+        instruction(EQUAL, TERMINAL_TYPE, 1, 0),
+        instruction(RETURN, REFUSE),
+        instruction(LOAD, CALL_NUMBER),
+    ))
     for call, argument in OPENINGS:
         for bits in ODD_OPENINGS:
             program.append(refused_argument(call, argument, bits, OPEN_BITS))

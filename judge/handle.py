@@ -93,6 +93,7 @@ class Worker:
             "TMPDIR": self.folder,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MB of a child's address space
         }
         if "LD_LIBRARY_PATH" in os.environ:
             environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]

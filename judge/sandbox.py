@@ -43,6 +43,7 @@ five need the standard library alone and nothing else of the project.
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import os
@@ -50,6 +51,7 @@ import queue
 import re
 import sys
 import textwrap
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -226,6 +228,9 @@ class BackendJudge:
         After `max_timeouts` tests that timed out, the others count as timed out, too (None: never).
         A worker that dies is replaced, and the code runs again.
         """
+        tests = [test.strip() for test in tests]
+        if self.profile != "official":  # not in the child, where an answer could read the literal
+            tests = [without_comparison(test) for test in tests]
         worker = self.idle.get()
         try:
             for _ in range(3):
@@ -269,6 +274,25 @@ class BackendJudge:
         return outcomes
 
 
+@functools.lru_cache(4096)
+def without_comparison(test: str) -> str:
+    """`f(1)` for a test `f(1) == 3`: the parent compares its value with the solution's.
+
+    Otherwise the answer's own `__eq__` would decide. And where the 3 is wrong, the comparison is
+    false for the solution, and for every answer that does not return 3.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in a test's texts
+            match ast.parse(test, mode="eval").body:
+                case ast.Compare(left=value, ops=[ast.Eq()], comparators=[literal]):
+                    if ast.literal_eval(literal) is not None:  # None is no value of a solution
+                        return ast.unparse(value)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass  # no expression, no literal, {{}: 1} (a TypeError), too deep: the test runs as it is
+    return test
+
+
 def usable_cores() -> int:
     """The cores that this process may use: on a cluster, fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
@@ -307,6 +331,8 @@ PYTHON_TAGS = ("python", "python3", "py", "py3")
 # Three backticks that begin a line, or end one with nothing but a tag behind them. In code, they
 # may stand elsewhere: in a text, or in the indented example of a docstring.
 FENCE = re.compile(r"^ {0,3}```|(?<=\S)[ \t]*```(?=\w*[ \t]*\r?$)", re.MULTILINE)
+# What Markdown leaves of a marker in bold or in backticks
+EMPHASIS = re.compile(r"\A\s*[*_`]{1,2}[ \t]*\r?\n")
 # Profile "official": the published grader gives 0 to an answer that contains one of these anywhere.
 BANNED = ("import os", "from os", "import sys", "from sys")
 BANNED += ("sudo", "transformers", "exit(", "quit(", "argparse")
@@ -324,7 +350,11 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
     answers = [part for part in after_marker if part.strip()]
     if answers:
         text = answers[0].lstrip(" \t")  # behind the marker, this is no indentation
-    blocks = [read_block(block) for block in FENCE.split(text)[1::2]]
+    text = EMPHASIS.sub("", text)
+    parts = FENCE.split(text)
+    if len(parts) == 2 and not parts[1].strip():  # the marker stood behind the opening fence
+        return unindented(parts[0])
+    blocks = [read_block(block) for block in parts[1::2]]
     for tag, code in blocks:
         if tag in PYTHON_TAGS:
             return unindented(code)

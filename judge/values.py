@@ -8,7 +8,7 @@ large comes back. What "equal" means is Python's `==`, as far as `Canonical` kno
 import builtins
 from collections import deque
 from hashlib import blake2b
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring
 
 # A value that costs more than this, or is deeper, is not comparable.
 MAX_VALUE_CHARACTERS, MAX_VALUE_DEPTH = 4_000_000, 60
@@ -33,7 +33,7 @@ NAMED_VALUES = {
 # These dicts equal any dict of the same items. But two OrderedDicts must have the same order, too,
 # and in two Counters a count of 0 is the same as none. Values that have such dicts in some places
 # and plain ones in others may be called unequal where Python calls them equal, never the reverse
-OWN_EQUALITY = {"OrderedDict": "o", "Counter": "c"}
+OWN_EQUALITY = {"collections.OrderedDict": "o", "collections.Counter": "c"}
 BUILTIN_TYPES = {kind for kind in vars(builtins).values() if type(kind) is type} | {type(None)}
 
 
@@ -87,7 +87,7 @@ class Canonical:
         if value is None or value is Ellipsis:
             return repr(value)
         if isinstance(value, str):
-            return encode_basestring_ascii(value)
+            return encode_basestring(value)
         if isinstance(value, int):
             # Hexadecimal, as decimal digits are limited in number and take quadratic time.
             return format(int.__index__(value), "x")
@@ -133,7 +133,7 @@ class Canonical:
         return ""
 
     def dictionary(self, value, depth: int) -> str:
-        names = {base.__name__ for base in type(value).__mro__}
+        names = {f"{base.__module__}.{base.__name__}" for base in type(value).__mro__}
         kinds = {kind for name, kind in OWN_EQUALITY.items() if name in names}
         self.seen |= kinds
         own = self.own if self.own in kinds else ""
@@ -170,11 +170,13 @@ class Canonical:
         if "numpy.ndarray" in names and value.shape:
             if self.official and value.size != 1:
                 raise Incomparable  # `if expected == array` raises in the published grader
+            if self.official:
+                return self.text(value.ravel().tolist()[0], depth)
             return f"array{value.shape}{self.text(value.ravel().tolist(), depth)}"
         if names & {"numpy.ndarray", "numpy.generic"} and type(value.item()) is not kind:
             return self.text(value.item(), depth)
         if names & NAMED_VALUES:
-            return f"{kind.__name__}{encode_basestring_ascii(str(value))}"
+            return f"{kind.__name__}{encode_basestring(str(value))}"
         if self.official:
             raise Incomparable  # the published grader meets two different classes of the same name
         if "enum.Enum" in names:

@@ -302,8 +302,6 @@ def run_job(descriptor: int) -> None:
             __import__("numpy")  # before the first test, which its generator is seeded for
     program, failure = None, ""
     tests = [test.strip() for test in job["tests"]]
-    if not official:
-        tests = [without_comparison(test) for test in tests]
     try:
         program = compile_for(job["code"], "exec", official)
     except BaseException as error:
@@ -336,22 +334,6 @@ def run_test(program, test: str, official: bool) -> str:
     return describe(value, official)
 
 
-def without_comparison(test: str) -> str:
-    """`f(1)` for a test `f(1) == 3`: the parent compares its value with the solution's.
-
-    Otherwise the answer's own `__eq__` would decide. And where the 3 is wrong, the comparison is
-    false for the solution, and for every answer that does not return 3.
-    """
-    try:
-        match ast.parse(test, mode="eval").body:
-            case ast.Compare(left=value, ops=[ast.Eq()], comparators=[literal]):
-                if ast.literal_eval(literal) is not None:  # None is no value of a solution
-                    return ast.unparse(value)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        pass  # no expression, no literal, {{}: 1} (a TypeError), too deep: the test runs as it is
-    return test
-
-
 def compile_for(source: str, mode: str, official: bool):
     if official:
         tree = Outlined().visit(ast.parse(source, "answer", mode))
@@ -367,14 +349,17 @@ class Outlined(ast.NodeTransformer):
     """
 
     def visit_ListComp(self, node):
+        self.generic_visit(node)  # its first iterable runs outside of it
         items = ast.GeneratorExp(node.elt, node.generators)
         return ast.List([ast.Starred(items, ast.Load())], ast.Load())
 
     def visit_SetComp(self, node):
+        self.generic_visit(node)
         items = ast.GeneratorExp(node.elt, node.generators)
         return ast.Set([ast.Starred(items, ast.Load())], ast.Load())
 
     def visit_DictComp(self, node):
+        self.generic_visit(node)
         pair = ast.Tuple([node.key, node.value], ast.Load())
         pairs = ast.GeneratorExp(pair, node.generators)
         return ast.Call(ast.Name("dict", ast.Load()), [pairs], [])

@@ -84,6 +84,7 @@ def sample_values():
     point = dataclasses.make_dataclass("Point", ["x", cached])
     scalars = [None, ..., True, 1, 1.0, 2, -1.5, 1e300, float("inf"), -float("inf")]
     scalars += [1 + 0j, 1 + 2j, "1", "a", b"a", bytearray(b"a"), "\ud800", "null", "None"]
+    scalars += ["\U0001F600", "\ud83d\ude00"]
     scalars += [0.1 + 0.2, 0.3, 2**53, 2**53 + 1.5, 10**6000, 0xb12, b"\x12", 0.5, 10]
     scalars += [enum.IntEnum("E", "A B").B, enum.Enum("E", "A B").B]
     sequences = [[], [1], [0.0], [-0.0], [1, 2], [2, 1], (1, 2), collections.deque([1, 2])]
@@ -95,6 +96,7 @@ def sample_values():
     tables += [{1: 2, 3: 4}, {3: 4, 1.0: 2}]
     tables += [[none, collections.Counter({1: 2})]
                for none in ({}, collections.Counter(), collections.Counter({3: 0}))]
+    tables += [type("Counter", (dict,), {})({1: 2, 3: 0}), type("OrderedDict", (dict,), {})({1: 2})]
     tables += [collections.OrderedDict(pairs) for pairs in ([(1, 2), (3, 4)], [(3, 4), (1, 2)])]
     numbers = [decimal.Decimal("1.0"), decimal.Decimal("1e9999"), decimal.Decimal("-1.5")]
     numbers += [decimal.Decimal(10), fractions.Fraction(3, 2), fractions.Fraction(1, 2)]
@@ -172,6 +174,7 @@ A_CLASS = "import enum\nclass E(enum.Enum):\n    A = 1"
     (IMPORT_OUTSIDE, ["f(1)"], 0.0),
     (IMPORT_INSIDE, ["f(1)"], 1.0),
     (PLUS_ONE, COMPREHENSIONS, 0.25),
+    (PLUS_ONE, ["f(1)", "[x for x in [f(i) for i in [1]]]"], 0.5),
     (BANNED_WORD, ["f(1)"], 0.0),
     (A_CLASS, ["E.A"], 0.0),
 ])
@@ -206,6 +209,9 @@ def test_an_unknown_profile_is_refused():
     "text\r\nHere it is: ```python\r\nX\r\n```\r\n",
     "\n\ufeffX",
     "```python\n    X\n```",  # only its first line is indented
+    "```python\nI WANT TO ANSWER:\nX\n```",
+    "**I WANT TO ANSWER:**\nX",
+    "`I WANT TO ANSWER:`\n```python\nX\n```",
 ])
 def test_code_is_found_in_fences_and_after_the_marker(answer):
     code = DOUBLE["ground_truth"]
@@ -260,6 +266,18 @@ def test_an_answer_passes_by_its_value_alone(judge, solution, test, wrong):
     assert judge.grade(task, wrong).reasons == {"a": "wrong"}
 
 
+def test_no_answer_reads_what_a_test_compares_with(judge):
+    reads = ("import ast, sys\ndef f(n):\n    frame = sys._getframe()\n    while frame:\n"
+             "        for found in frame.f_locals.values():\n"
+             "            for text in found['tests'] if isinstance(found, dict)"
+             " and 'tests' in found else ():\n"
+             "                return ast.literal_eval(text.split('==')[1])\n"
+             "        frame = frame.f_back")
+    task = {"ground_truth": "def f(n): return n * n + 7", "test_cases": {"a": "f(3) == 16"}}
+    assert judge.grade(task, reads).reward == 0
+    assert judge.grade(task, task["ground_truth"]).success
+
+
 @pytest.mark.parametrize("answer", [None, "", "  ", 3, "```python\n```"])
 def test_an_answer_without_code_gets_nothing(judge, answer):
     reasons = dict.fromkeys(DOUBLE["test_cases"], "no code")
@@ -305,6 +323,8 @@ HOSTILE = {
     "signals by a file and a structure": "fcntl.fcntl(0, 15, struct.pack('ii', 1, os.getppid()))",
     "signals by a socket": "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', 1))",
     "signals by a socket's group": "fcntl.ioctl(socket.socketpair()[0], 0x8902, bytes(4))",
+    "leases a file": "fcntl.fcntl(os.open('x', os.O_CREAT), 1024, fcntl.F_RDLCK)",
+    "changes the flags of a file": "fcntl.ioctl(os.open('x', os.O_CREAT), 0x40086602, bytes(8))",
     "signals by a high half": "1 / (1 + ctypes.CDLL(None).syscall(72, 0, (1 << 32) + 8, 1))",
     "opens sockets": "socket.socket()",
     "limits others": "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))",
@@ -389,6 +409,7 @@ SOMETIMES = {
     "a message to an address": (44, -1, 0, 0, 0, 8, 16),
     "one to an address without a low half": (44, -1, 0, 0, 0, 1 << 32, 16),
     "the limits of another process": (302, 1, 7, 0, 0), "a pair for the network": (53, 2, 1, 0, 0),
+    "a lease of a file": (72, -1, 1024, 1), "flags of a file": (16, -1, 0x40086602, 0),
     **{f"open, bits {bits:o}": (2, 0, bits) for bits in (0o1000, 0o1003, 0o3)},
     **{f"openat, bits {bits:o}": (257, -1, 0, bits) for bits in (0o1000, 0o1003, 0o3)},
 }
@@ -854,6 +875,13 @@ def test_an_answer_with_too_many_threads_is_ended(judge, monkeypatch):
     assert judge.grade(DOUBLE, DOUBLE["ground_truth"]).success
 
 
+def test_as_many_threads_as_a_pool_has_by_default_find_room(judge):
+    code = ("from concurrent.futures import ThreadPoolExecutor\nimport time\n"
+            "def f(n):\n    with ThreadPoolExecutor(32) as pool:\n"
+            "        list(pool.map(lambda _: time.sleep(0.1), range(32)))\n    return n * 2")
+    assert judge.grade(DOUBLE, code).success
+
+
 def running(pid):
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -1033,6 +1061,7 @@ def test_an_array_of_one_value_is_comparable_in_the_official_profile_too():
 
     described = describe(numpy.array([2]), official=True)
     assert described == describe(numpy.array([2.0]), official=True) != "incomparable"
+    assert described == describe(2, official=True)  # as == says of them, which decides there
 
 
 @pytest.mark.parametrize("kind", ["ip_address", "ip_network"])
