@@ -1,7 +1,7 @@
 # make toy: the whole pipeline on the embedded world. make test: all tests. Nothing is downloaded but packages.
 PYTHON ?= python3
 unexport PYTHONPATH PYTHONHOME PYTHONSAFEPATH PIP_USER # a cluster's modules set these: packages of another Python
-PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-user
 CPU_TORCH = https://download.pytorch.org/whl/cpu
 
 toy: .venv/ready
@@ -9,6 +9,7 @@ toy: .venv/ready
 
 test: .venv/ready # two halves side by side; what the second one printed comes last
 	@.venv/bin/python -m pytest --part 2/2 >.venv/second.log 2>&1 & \
+	trap "kill $$!" INT TERM; \
 	.venv/bin/python -m pytest --part 1/2; first=$$?; wait $$!; second=$$?; \
 	cat .venv/second.log; exit $$((first | second))
 

@@ -2,11 +2,10 @@
 # The paper's frontend setting: WebSight tasks, a Qwen2-VL-72B human behind a URL that sees both
 # screenshots, CLIP reward.
 #   apt-get install chromium     (on each node; also where the critic is trained, which sees pages)
-#   pip install datasets && python -c '
-#     from datasets import load_dataset
-#     rows = load_dataset("HuggingFaceM4/WebSight", "v0.2", split="train", streaming=True)
-#     rows = rows.select_columns(["text", "llm_generated_idea"]).take(10500)
-#     import json; print(*map(json.dumps, rows), sep="\n")' > websight_rows.jsonl
+#   pip install datasets && python -c 'import json; from datasets import load_dataset; \
+#     rows = load_dataset("HuggingFaceM4/WebSight", "v0.2", split="train", streaming=True); \
+#     rows = rows.select_columns(["text", "llm_generated_idea"]).take(10500); \
+#     print(*map(json.dumps, rows), sep="\n")' > websight_rows.jsonl
 #   python colbench.py websight websight_rows.jsonl data/frontend_{train,test}.jsonl
 #   vllm serve Qwen/Qwen2-VL-72B-Instruct --tensor-parallel-size 8 --generation-config vllm
 #     (elsewhere: HUMAN_URL; two pictures a request)

@@ -8,7 +8,7 @@ set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 source runs/toy_flags.sh
 ROUNDS=${ROUNDS:-2}
-OUT=${OUT:-runs/out/iterate$SUFFIX}
+OUT=${OUT:-$TOY$SUFFIX/iterate}
 FIRST=${FIRST:-1}
 MODEL=${MODEL:-$BASE}
 EPISODES=(${EARLIER:+"$EARLIER"})

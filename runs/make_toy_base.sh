@@ -11,6 +11,7 @@
 set -eo pipefail # no -u: to macOS's bash 3.2, an empty array is unset
 cd "$(dirname "$0")/.."
 DOMAIN=${DOMAIN:-backend}
+OUT=${OUT:-${BASE:+${BASE}_made}} # a base elsewhere has files of its own
 OUT=${OUT:-runs/out/base_$DOMAIN}
 AGENT=${AGENT:-scripted}
 READ=${READ:-inform} # how it learns to read a solution: inform or recite (toy/make_base.py)

@@ -12,7 +12,8 @@ if [ -n "${SHORT:-}" ]; then
 fi
 mkdir -p "$OUT/test"
 step() { printf '\n%s\n' "$1"; }
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'for job in $(jobs -p); do kill -- "-$job"; done 2>/dev/null || true' EXIT
+set -m # a job leads its process group, so the trap reaches the programs that it runs
 finished() { # waits for the job on the other core
   wait "$OTHER" || { cat "$OUT/other.log" >&2; exit 1; }
 }

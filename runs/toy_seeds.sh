@@ -11,7 +11,8 @@ SUFFIX=
 [ -n "$FULL" ] || SUFFIX=_225_tasks
 [ "$DOMAIN" = backend ] || SUFFIX=_frontend
 ROOT=${ROOT:-runs/out/seeds$SUFFIX}
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'for job in $(jobs -p); do kill -- "-$job"; done 2>/dev/null || true' EXIT
+set -m # a job leads its process group, so the trap reaches the programs that it runs
 
 more() { # the second round on one core, the ablations and best of N on the other
   FIRST=2 MODEL=$OUT/sweet EARLIER=$OUT/episodes.jsonl OUT=$OUT/iterate runs/iterate.sh &

@@ -62,10 +62,13 @@ def test_a_critic_chooses_every_message_and_sees_the_task_and_the_dialogue():
     ("abc", None, 0),  # of a state that is too long
     ([" \n", "b"], [9.0, -1.0], 1),  # an empty message wins only where all are empty
     (["", " "], [9.0, -1.0], 0),
+    (["", "b", "c"], None, 1),
 ])
 def test_the_greatest_advantage_of_what_says_something_wins(texts, advantages, index):
     critic, agent = Critic(), Served(None)
-    critic.advantages = lambda *_: advantages
+    values = dict(zip(texts, advantages or (), strict=False))
+    critic.advantages = lambda task, messages, read, finished: (
+        [values[text] for text in read] if advantages else None)
     agent.reply_to = lambda request: [Utterance(text, True) for text in texts]
     best = BestOfN(agent, CriticChoice(critic), len(texts))
     assert best.reply(REQUEST) == [Utterance(texts[index], True)]

@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import time
 from collections import Counter
 
 import pytest
@@ -62,6 +64,40 @@ def test_a_smoke_run_needs_no_server(name, tmp_path):
     commands = run_recipe(name, tmp_path, SHORT="1")
     assert all(map(check_command, commands))
     assert any("scripted" in words for words in commands) and "http" not in str(commands)
+
+
+FAILS_WHILE_THE_OTHER_JOB_RUNS = """#!/bin/sh
+case "$*" in
+  *train_critic.py*) while [ ! -s "$OUT/pid" ]; do sleep 0.05; done; exit 1;;
+  *--states*) echo $$ >"$OUT/pid"; exec sleep 60;;
+esac
+"""
+
+
+def test_a_stage_that_fails_ends_what_the_other_core_runs(tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text(FAILS_WHILE_THE_OTHER_JOB_RUNS)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "runs/toy.sh"], capture_output=True, text=True, timeout=30,
+        env=os.environ | {"OUT": str(tmp_path), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    assert done.returncode == 1, done.stderr
+    deadline = time.monotonic() + 10
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+            time.sleep(0.05)
+
+
+def test_recipes_of_several_sizes_share_no_output(tmp_path):
+    outputs = []
+    for number, size in enumerate(({}, {"FULL": "1"}, {"SHORT": "1"})):
+        (tmp_path / str(number)).mkdir()
+        outputs.append({words[words.index("--output") + 1]
+                        for words in run_recipe("iterate.sh", tmp_path / str(number), **size)
+                        if "--output" in words})
+    assert all(outputs) and not set.intersection(*outputs[:2]) and not outputs[0] & outputs[2]
 
 
 def scripted_human(domain):

@@ -25,7 +25,6 @@ Differences from the paper: it says neither how a tie is broken (here: the first
 becomes of a state that is too long for the critic (here: the first candidate).
 """
 
-import math
 import re
 import sys
 from pathlib import Path
@@ -56,7 +55,9 @@ class BestOfN(Speaker):
     def reply(self, request):
         """One Utterance: the best."""
         candidates = self.agent.reply(request._replace(n=self.n))
-        return [candidates[self.choice.best(request, candidates)]]
+        # an empty message must never win, whoever chooses
+        spoken = [candidate for candidate in candidates if candidate.text.strip()] or candidates
+        return [spoken[self.choice.best(request, spoken)]]
 
     @property
     def given_up(self):
@@ -80,9 +81,6 @@ class CriticChoice:
         advantages = gather(self.advantages, (request.task, request.messages, texts, finished))
         if advantages is None:
             return 0
-        # an empty message must never win, whatever the advantage of its end-of-turn token is
-        advantages = [value if text.strip() else -math.inf
-                      for text, value in zip(texts, advantages, strict=True)]
         return candidates.index(distinct[advantages.index(max(advantages))])
 
     def advantages(self, states):
