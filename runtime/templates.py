@@ -16,7 +16,8 @@ class RefusedDialogue(SystemExit):
 @functools.lru_cache(maxsize=8)
 def end_of_turn(tokenizer):
     """(id, text) of the token that closes an agent turn, the first one that follows its text."""
-    if not getattr(tokenizer, "chat_template", None):
+    template = getattr(tokenizer, "chat_template", None)
+    if not template or (isinstance(template, dict) and "default" not in template):
         raise SystemExit(f"{tokenizer.name_or_path}: found a tokenizer without chat template,"
                          " expected an instruct model")
     dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"},
@@ -54,7 +55,8 @@ def render(tokenizer, messages, add_generation_prompt=True):
     if opens_with_system and leaves_out_opening_system(tokenizer):
         return render(tokenizer, without_system(messages), add_generation_prompt)
     others = messages[1:] if opens_with_system else messages
-    for role in {message["role"] for message in others if message["content"]}:
+    roles = {message["role"] for message in others if message["content"]}
+    for role in roles - {"user", "assistant"}:
         if leaves_out(tokenizer, role):
             raise SystemExit(
                 f"{tokenizer.name_or_path}: found a chat template that leaves out what messages of"
@@ -81,8 +83,8 @@ def applied(tokenizer, messages, add_generation_prompt=True):
     """
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt,
                "date_string": DATE}
-    template = tokenizer.chat_template
-    if isinstance(template, str) and "strftime_now" in template:
+    template = tokenizer.get_chat_template()  # of several, the one named "default"
+    if "strftime_now" in template:
         options["chat_template"] = (
             "{%- macro strftime_now(format) %}" + DATE + "{% endmacro -%}" + template)
     return tokenizer.apply_chat_template(messages, **options)
@@ -105,7 +107,9 @@ def leaves_out(tokenizer, role):
 
     Some templates write a system message only if it opens the dialogue.
     """
-    return gives_the_same(tokenizer, [*DIALOGUE, {"role": role, "content": "z"}], DIALOGUE)
+    # with one text or another, since any message may change how the turn before it is written
+    one, other = ([*DIALOGUE, {"role": role, "content": text}] for text in ("z", "other"))
+    return gives_the_same(tokenizer, one, other)
 
 
 def gives_the_same(tokenizer, messages, others):

@@ -254,6 +254,8 @@ SPECIAL_THOUGHTS = (  # what opens and closes thoughts where special tokens do, 
     ("[THINK]", "[/THINK]"),  # Magistral
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ("<|think|>", "<|end|><|begin|>assistant<|content|>"),  # Solar Open
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 
 
@@ -290,7 +292,8 @@ def stop_tokens(model, tokenizer):
     """The ids of the tokens that end a text, as the checkpoint and the chat template say."""
     ends = model.generation_config.eos_token_id
     ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
-    with contextlib.suppress(UnnestedTemplate):  # which shows no end of a turn
+    # neither shows the end of a turn; the second may take parts of messages alone (LLaVA-NeXT)
+    with contextlib.suppress(UnnestedTemplate, RefusedDialogue):
         ends.add(end_of_turn(tokenizer)[0])
     return ends - {None}
 

@@ -125,9 +125,11 @@ def open_agent(args, process):
 
 def say_if_untrainable(tokenizer, say):
     """Say, before hours of play, if training will refuse what this model plays."""
-    for text, which in (("y", ""), (f"{THOUGHTS}\nx\n{END_OF_THOUGHTS}\n\ny", " with thoughts")):
+    for text, which in (("y", ""), (f"{THOUGHTS}\nx\n{END_OF_THOUGHTS}\n\ny", " with thoughts"),
+                        ("", " with an empty message")):
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
                     {"role": "assistant", "content": text}, {"role": "user", "content": "v"}]
+        messages += messages[2:]  # some templates keep the thoughts of the last turn alone
         try:
             encode_dialogue(tokenizer, messages, generation_prompt=True)
         except SystemExit as reason:

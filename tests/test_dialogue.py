@@ -332,6 +332,10 @@ def test_what_a_template_would_leave_out_opens_the_request_or_is_refused():
     assert "Be brief." in render(writes_the_first, told)
     with pytest.raises(SystemExit, match="leaves out what messages of the role 'system' say"):
         render(writes_the_first, [*told, {"role": "system", "content": "It rains."}])
+    ends_the_last = byte_tokenizer(NO_OTHER_ROLES.replace(  # Qwen3's adds thoughts to it
+        "m['content'] +", "m['content'] + ('<stop>' if loop.last else '') +"))
+    with pytest.raises(SystemExit, match="leaves out what messages of the role 'tool' say"):
+        render(ends_the_last, [*dialogue("t", "a"), {"role": "tool", "content": "It rains."}])
 
 
 def test_the_example_in_the_docstring_holds():
@@ -358,6 +362,9 @@ def test_a_date_in_a_template_is_always_the_same():
     template = "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["llama3"]
     text = render(byte_tokenizer(template), dialogue("t"))
     assert text == "26 Jul 2024" + render(byte_tokenizer(), dialogue("t"))
+    several = byte_tokenizer()
+    several.chat_template = {"default": template, "tool_use": PLAIN}
+    assert render(several, dialogue("t")) == text
 
 
 def test_what_a_turn_says_is_never_a_special_token():

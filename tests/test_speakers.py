@@ -226,13 +226,16 @@ def test_a_model_of_a_recurrent_architecture_without_recurrent_layers_is_not_ref
     ("<|channel>thought\nIt is x.<channel|>Y.", "Y."),
     ("<seed:think>It is x.</seed:think>Y.", "Y."),
     ("<|START_THINKING|>It is x.<|END_THINKING|>Y.", "Y."),
+    ("<|think|>It is x.<|end|><|begin|>assistant<|content|>Y.", "Y."),
+    ("<|inner_prefix|>It is x.<|inner_suffix|>Y.", "Y."),
     ("It is x.[/THINK]Y.", "Y."),  # where the prompt opens them
     ("<think>It is x.</think>Y.", "Y."),
     ("Y.", "Y."), ("Y.[other]", "Y.")])
 def test_thoughts_between_special_tokens_are_no_speech(words, spoken):
     tokenizer = byte_tokenizer("llama3")
     special = ["[THINK]", "[/THINK]", "<seed:think>", "</seed:think>", "<|START_THINKING|>",
-               "<|END_THINKING|>", "<|channel>", "<channel|>"]
+               "<|END_THINKING|>", "<|channel>", "<channel|>", "<|think|>", "<|begin|>",
+               "<|content|>", "<|inner_prefix|>", "<|inner_suffix|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": [
         *special, "<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>",
         "[other]"]})
@@ -249,12 +252,27 @@ def test_thoughts_that_the_prompt_opens_with_a_special_token_and_that_are_cut_ar
 
 
 def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
-    for template, told in (("llama3", []), (UNNESTED, [""]), (LOSES_THOUGHTS, [" with thoughts"])):
+    only_the_last_thoughts = PLAIN.replace("m['content'] +", (
+        "(m['content'] if m['role'] == 'user' or not"
+        " messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list"
+        " else m['content'].split('</think>')[-1]) +"))
+    fills_the_last_if_empty = PLAIN.replace(
+        "m['content'] +", "(m['content'] or ('-' if loop.last else '.')) +")
+    for template, told in (
+            ("llama3", []), (UNNESTED, [""]), (LOSES_THOUGHTS, [" with thoughts"]),
+            (only_the_last_thoughts, [" with thoughts"]),
+            (fills_the_last_if_empty, [" with an empty message"])):
         said = []
         say_if_untrainable(byte_tokenizer(template), said.append)
         assert len(said) == len(told)
         for line, which in zip(said, told, strict=True):
             assert line.endswith(f"Training will refuse this model's dialogues{which}")
+
+
+def test_a_template_that_takes_parts_of_messages_alone_shows_no_end_and_is_not_refused():
+    tokenizer = byte_tokenizer(  # as LLaVA-NeXT's
+        "{% for m in messages %}{{ m['content'][0]['text'] + '<end>' }}{% endfor %}")
+    assert tokenizer.eos_token_id in stop_tokens(tiny_model(tokenizer), tokenizer)
 
 
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
