@@ -245,7 +245,8 @@ class Domain(typing.NamedTuple):
     # open_judge(**flags) opens the judge, a context manager. Many threads may call its
     # grade(task, answer), which returns a judge.sandbox.Grade: a reward from 0 to 1, success
     # (whether the reward is 1; None if has_success is False), reasons ({test: "passed" or why
-    # not}). open_judge is None for logs, whose rewards come with the dialogues
+    # not}; a test that is passed counts as a sign that there was an answer). open_judge is None for
+    # logs, whose rewards come with the dialogues
     open_judge: typing.Callable | None
     # (task, history, prompt, judge) -> the messages that the human reads. The prompt's placeholders
     # are still to be filled in; of the judge's methods, only grade and picture are there

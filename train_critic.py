@@ -39,7 +39,7 @@ To change                  edit
     the ranking            Critic.advantages; the file: rank_states in formats/ranking.py
     the forward pass       turn_logprobs; run without --packed, which replaces it
     optimiser, schedule    train, learning_rate
-    saving, resuming       Run in runtime/training.py
+    saving, resuming, log  Run in runtime/training.py
     FSDP, precision        shard and open_to_train in runtime/models.py
 docs/forks has such edits as patches, and says what some of them need elsewhere. Another kind of
 critic is another file that writes ranked candidates, such as variants/value_critic.py.

@@ -34,7 +34,7 @@ To change                     edit
     the pairs of episodes     pair_episodes, PAIRS
     the forward pass          turn_logprobs; run without --packed, which replaces it
     optimiser, schedule       main, learning_rate
-    saving, resuming          Run in runtime/training.py
+    saving, resuming, log     Run in runtime/training.py
     FSDP, precision           shard and open_to_train in runtime/models.py
 docs/forks has such edits as patches, and says what some of them need elsewhere. Supervised training
 is variants/sft.py.

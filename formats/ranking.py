@@ -32,7 +32,7 @@ def rank_states(args, critic_class, **flags):
             state = jobs[key]
             advantages = critic.advantages(state["task"], state["messages"], state["candidates"],
                                            state["finished"])
-            store.append(state | {"advantages": advantages, "ranker": str(args.output)})
+            store.append(state | {"advantages": advantages, "ranker": str(args.output).rstrip("/")})
     ranked = store.finish(jobs)
     if process.leads:
         too_long = sum(state["advantages"] is None for state in ranked)

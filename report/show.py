@@ -2,7 +2,6 @@
 
 import difflib
 import shutil
-import sys
 import textwrap
 
 from colbench import DOMAINS
@@ -12,7 +11,6 @@ from runtime.text import counted, harmless
 
 def show_command(args):
     """Print the dialogues of a file task by task, or of one task; the solution comes first."""
-    sys.stdout.reconfigure(errors="backslashreplace")
     groups = group_by_task(read_episodes(args.episodes))
     for task_id in chosen_tasks(groups, args):
         print_part("task", task_id)

@@ -72,7 +72,12 @@ def is_complete(output, max_steps, process):
     state = output / RESUME
     if not process.from_leader(state.is_dir()):
         return True
-    return read_state(state, process)["step"] >= (max_steps or math.inf)
+    # all parts are of one step, so it is complete for any number of processes
+    step = process.from_leader(read_part(state / "rank0.pt")["step"] if process.leads else None)
+    if step >= (max_steps or math.inf):
+        return True
+    read_state(state, process)  # refuses another number of processes before anything is computed
+    return False
 
 
 def close_complete(output, process):
@@ -151,7 +156,10 @@ def load_state(folder, model, optimizer, process):
         for parameter, weights, moments in saved:
             local(parameter).copy_(weights)
             for name, value in moments.items():
-                local(optimizer.state[parameter][name]).copy_(value)
+                if torch.is_tensor(value):
+                    local(optimizer.state[parameter][name]).copy_(value)
+                else:  # some optimisers, such as Adafactor, count steps in a plain number
+                    optimizer.state[parameter][name] = value
     return state["step"]
 
 
@@ -170,19 +178,22 @@ def read_state(folder, process):
     """This rank's part of a saved state; a state of another number of processes is refused."""
     path = folder / f"rank{process.rank}.pt"
     found = len(list(folder.glob("*")))
-    try:
-        state = None
-        if path.is_file():
-            state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
-        raise SystemExit(f"{path}: found a state that cannot be read"
-                         f" ({str(error).splitlines()[0]}), expected one that this command saved;"
-                         f" remove the folder {folder.parent} to start again") from None
+    state = read_part(path) if path.is_file() else None
     if state is None or state["world"] != process.world:
         raise SystemExit(f"{folder}: found the state of a run of {found} processes, expected"
                          f" {process.world}; use as many as before, or remove the folder"
                          f" {folder.parent} to start again")
     return state
+
+
+def read_part(path):
+    """The part of a saved state that is in one file."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:
+        raise SystemExit(f"{path}: found a state that cannot be read"
+                         f" ({str(error).splitlines()[0]}), expected one that this command saved;"
+                         f" remove the folder {path.parent.parent} to start again") from None
 
 
 def local(tensor):

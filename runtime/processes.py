@@ -153,6 +153,8 @@ def launch(main, args,
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
     allow_connections()
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has it not
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what its encoding lacks
     try:
         main(args)
         print(end="", flush=True)  # a closed pipe shows here, not at the exit

@@ -45,7 +45,7 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path.parent}: found that nothing can be written there ({error}),"
                              f" expected a directory for the output; choose another {flag}"
                              ) from None
-    keeps_record = False
+    keeps_record = grows = False
     if path.is_file() and has_output(path):  # this command resumes it, or is refused
         before = read_run(path)
         refuse_other_command(path, before, changes_since(before, flags, hashes, may_differ), flag)
@@ -53,14 +53,18 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
-        keeps_record = is_finished(path) or not any(
-            has_grown(name, before["flags"], flags) for name in COUNTS)
+        grows = any(has_grown(name, before["flags"], flags) for name in COUNTS)
+        keeps_record = is_finished(path) or not grows
     process.barrier()  # all ranks have read the record and the output before they change
-    if process.leads and not keeps_record:
-        record = record_of_command(flags, hashes, process.world)
-        write_atomically(path, json.dumps(record, indent=1) + "\n")
+    record = json.dumps(record_of_command(flags, hashes, process.world), indent=1) + "\n"
+    # The checkpoint of fewer steps can be opened until Run.resume removes it, and until then its
+    # record stays: it is an input of what is made with this checkpoint
+    waits = path.name == "run.json" and grows and not keeps_record
+    if process.leads and not keeps_record and not waits:
+        write_atomically(path, record)
     process.barrier()
     refuse_unshared_directory(path, flag)
+    return record if waits else None
 
 
 def record_of_command(flags, hashes, world_size):
@@ -154,7 +158,7 @@ def open_rows(path, flags, inputs, process, key, models=(), flag="--output"):
     --batch_size, how many conversations are answered at a time, may differ on resuming.
     """
     record = Path(f"{path}.run.json")
-    if Path(path).is_dir():
+    if Path(path).is_dir() or str(path).endswith("/"):
         raise SystemExit(f"{path}: found a directory, expected the name of a file; choose another"
                          f" {flag}")
     if files_with_rows(path) and not record.is_file():

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from runtime.checkpoints import (
     close_complete, is_complete, load_state, remove_leftovers, save_checkpoint, save_state)
-from runtime.files import whole_rows, write_jsonl
+from runtime.files import whole_rows, write_atomically, write_jsonl
 from runtime.flags import COST_FLAGS
 from runtime.models import refuse_untrainable
 from runtime.processes import join_processes
@@ -41,8 +41,9 @@ class Run:
         self.log_file = self.output / "metrics.jsonl"
         self.max_steps = args.max_steps
         self.save_seconds = 60 * args.save_minutes
-        claim_output(self.output / "run.json", vars(args), [*inputs, *run_files(args.model)],
-                     self.process, (*COST_FLAGS, *may_differ))
+        self.grown_record = claim_output(  # for `resume` to write, if --max_steps has grown
+            self.output / "run.json", vars(args), [*inputs, *run_files(args.model)],
+            self.process, (*COST_FLAGS, *may_differ))
         self.complete = is_complete(self.output, args.max_steps, self.process)
         if self.complete:
             close_complete(self.output, self.process)
@@ -153,6 +154,8 @@ class Run:
         if self.process.leads:
             # nothing may open the checkpoint of fewer steps any more
             (self.output / "config.json").unlink(missing_ok=True)
+            if self.grown_record:
+                write_atomically(self.output / "run.json", self.grown_record)
             # steps after the state are taken again; a kill may have left half a line
             if self.log_file.exists():
                 rows = whole_rows(self.log_file)
@@ -185,7 +188,10 @@ class Run:
             self.totals[key] = self.totals.get(key, 0) + total
 
     def log(self, step, metrics):
-        """A line of metrics.jsonl, with what was added; numbers that are not finite end the run."""
+        """A line of metrics.jsonl, with what was added; numbers that are not finite end the run.
+
+        Returns its means, the same on all ranks.
+        """
         sums = torch.stack(list(self.totals.values()))
         torch.distributed.all_reduce(sums, group=self.process.group)
         means = sums / self.world  # since the weight from `share` is the number of ranks
@@ -206,6 +212,7 @@ class Run:
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
         self.began = time.perf_counter()
+        return line
 
     def save_state_if_due(self, done, model, optimizer):
         """Save what a resumed run needs: every --save_minutes, and when --max_steps or a signal

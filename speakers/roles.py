@@ -141,7 +141,7 @@ def players(args, agent, human, store):
     """Who plays, as episodes say it: {"agent": ..., "human": ...}, a server by its model's name."""
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
-        spec = getattr(args, role)
+        spec = getattr(args, role).rstrip("/")  # as the record of the run has it
         names[role] = getattr(speaker, "model_name", None) or spec
         if names[role] != spec:
             earlier = {row[role] for row in store.rows.values()}

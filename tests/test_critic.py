@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from conftest import (
     byte_tokenizer, dialogue, differing_weights, episode, metrics, ranked_state, read_rows,
     refusal, run_script, tiny_model, training, weights, write_episodes, write_rows)
@@ -416,6 +417,28 @@ def test_a_second_kill_between_renames_of_a_state_leaves_one_to_resume(tiny, tmp
     with pytest.raises(KeyboardInterrupt):
         save_state(tmp_path / "resume", 5, model, optimizer, ALONE)
     assert load_state(tmp_path / "resume", model, optimizer, ALONE) == 3
+
+
+def test_an_optimiser_that_counts_steps_in_a_plain_number_resumes_as_it_would_have_gone_on(
+        tmp_path):
+    def begin():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        return model, transformers.Adafactor(model.parameters(), lr=0.1, relative_step=False)
+
+    def step(model, optimizer):
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    straight, resumed = begin(), begin()
+    step(*straight)
+    save_state(tmp_path / "resume", 1, *straight, ALONE)
+    load_state(tmp_path / "resume", *resumed, ALONE)
+    for both in (straight, resumed):
+        step(*both)
+    for one, other in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_two_groups_resume_as_they_would_have_gone_on_one_without_a_gradient_so_far(tmp_path):

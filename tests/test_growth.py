@@ -12,7 +12,8 @@ from conftest import (
     write_episodes)
 
 from runtime.processes import Process
-from runtime.record import COUNTS, changes_since, claim_output, has_grown, open_rows
+from runtime.record import (
+    COUNTS, changes_since, claim_output, has_grown, open_rows, read_run)
 
 
 def rollout(path, *more, run=run_script):
@@ -103,9 +104,12 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
     ending = changed_trainer(tmp_path, "train_policy.open_to_train = lambda *_: os._exit(0)")
     run_script(ending, *training(
         episodes, tiny(), tmp_path / "cut", "--epochs", 3, "--batch_size", 2, "--max_steps", 4))
-    assert (tmp_path / "cut/config.json").is_file()  # before its first step, the model stays usable
+    # before its first step the model stays usable, and its record is that of its steps
+    assert (tmp_path / "cut/config.json").is_file()
+    assert read_run(tmp_path / "cut/run.json")["flags"]["max_steps"] == 2
     train("cut", "--max_steps", 4)
     assert len(metrics(tmp_path / "cut")) == 4
+    assert read_run(tmp_path / "cut/run.json")["flags"]["max_steps"] == 4
     train("cut")
     train("whole")
     assert not differing_weights(tmp_path / "whole", tmp_path / "cut")

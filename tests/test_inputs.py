@@ -395,6 +395,16 @@ def test_a_training_state_that_was_cut_anywhere_is_a_sentence_that_names_it(tmp_
             checkpoints.read_state(tmp_path, PROCESS)
 
 
+def test_a_run_that_max_steps_cut_is_complete_for_any_number_of_processes(tmp_path):
+    (tmp_path / "resume").mkdir()
+    (tmp_path / "config.json").touch()
+    for rank in (0, 1):
+        torch.save({"step": 3, "world": 2}, tmp_path / f"resume/rank{rank}.pt")
+    assert checkpoints.is_complete(tmp_path, 3, PROCESS)
+    with pytest.raises(SystemExit, match="found the state of a run of 2 processes, expected 1"):
+        checkpoints.is_complete(tmp_path, 4, PROCESS)
+
+
 def test_a_rank_that_does_not_see_the_leaders_state_starts_from_no_other_weights(tiny, tmp_path):
     model, state = load_model(tiny()), tmp_path / "resume"
     rank = types.SimpleNamespace(rank=1, world=2, from_leader=lambda mine: state)

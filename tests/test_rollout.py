@@ -415,6 +415,7 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
     ("--tasks {tasks} --agent scripted --human scripted --clip none", "--clip none, which is"),
     ("--tasks toy:frontend:test --agent scripted --judge official", "--judge official, which is"),
     ("--tasks {tasks} --agent scripted --human scripted --output {folder}", "found a directory"),
+    ("--tasks {tasks} --agent scripted --human scripted --output {folder}/p/", "found a directory"),
 ])
 def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_path, flags, found):
     monkeypatch.setattr(roles, "load_speaker", None)
@@ -429,6 +430,7 @@ def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_pa
     with pytest.raises(SystemExit, match=found):
         collect_now("--output", tmp_path / "o", *flags.format(**names).split())
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob("o.*"))
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_share_of_few_tasks_is_one_task_and_no_order_of_the_files_changes_the_states():
@@ -527,6 +529,12 @@ def test_a_served_party_goes_on_under_its_models_name_and_not_under_another(tmp_
     assert who() == who("a") == who("http://h/v1", "a") == {"agent": "a", "human": "http://g/v1"}
     with pytest.raises(SystemExit, match="found the model a, expected b, which has played"):
         who("a", "b")
+
+
+def test_a_slash_behind_a_directory_is_no_part_of_who_played():
+    args = types.SimpleNamespace(agent="toy/base/", human="scripted", output="o")
+    found = roles.players(args, None, None, types.SimpleNamespace(rows={}))
+    assert found == {"agent": "toy/base", "human": "scripted"}
 
 
 def test_a_placeholder_that_no_task_has_is_told_before_any_dialogue(tmp_path, capsys):

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from conftest import ROOT, dialogue, episode
+from conftest import ROOT, dialogue, episode, run_script
 from conftest import write_rows as write
 
 import colbench
@@ -174,6 +174,13 @@ def test_check_refuses_files_of_two_domains_and_of_pages(tmp_path):
                         ([page], "found frontend tasks, expected backend tasks")):
         with pytest.raises(SystemExit, match=found):
             colbench.main(["check", str(write(tmp_path / "t.jsonl", rows))])
+
+
+def test_a_terminal_without_a_character_of_a_table_gets_its_number(tmp_path):
+    rows = write(tmp_path / "p.jsonl", [episode("t", None, error="gone"), episode("u", 1.0)])
+    done = run_script("evaluate.py", f"p={rows}", "--output", tmp_path / "out",
+                      env={"PYTHONIOENCODING": "ascii"})
+    assert "\\u2013" in done.stdout
 
 
 # -----------------------------------------------------------------------------
