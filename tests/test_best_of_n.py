@@ -11,7 +11,7 @@ from parties import RULES, TASKS, Failing, LenientJudge, Local, Served, asker, h
 from collect import play
 from judge.sandbox import ANSWER_MARKER
 from speakers.interface import Request, SpeakerError, Utterance
-from variants.best_of_n import BestOfN, CriticChoice, GraderChoice
+from variants.best_of_n import BestOfN, CriticChoice, GraderChoice, number_named
 
 REQUEST = Request(dialogue("x"), task={"task_id": "t"}, key=("t", 0))
 
@@ -116,6 +116,14 @@ def test_a_grader_may_think_but_must_come_to_an_end(line, error):
             best.reply(REQUEST)
     else:
         assert best.reply(REQUEST)[0].text == "What about 0?+"
+
+
+@pytest.mark.parametrize("line, number", [
+    ("2", 2), (" [2]\n", 2), ("**Candidate 2** has 3 questions", 2), ("2/4", 2), ("2 of the 4", 2),
+    ("The best is number 2.", 2), ("It is 2, yes, 2.", 2), ("Of the 4, number 2 is best.", None),
+    ("None.", None), ("", None)])
+def test_a_reply_names_the_number_that_it_begins_with_or_its_only_one(line, number):
+    assert number_named(line) == number
 
 
 def test_a_grader_that_names_no_candidate_is_noticed(capsys):

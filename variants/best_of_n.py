@@ -114,9 +114,9 @@ class GraderChoice:
             said = answer[0].spoken
         except SpeakerError as error:  # the first candidate would pass for the best of N
             raise SpeakerError(f"grader: {error}") from None
-        number = re.search(r"\d+", said)
-        if number and 1 <= int(number[0]) <= len(candidates):
-            return int(number[0]) - 1
+        number = number_named(said)
+        if number and 1 <= number <= len(candidates):
+            return number - 1
         self.unnamed += 1
         # if no reply names one, best of N is no more than one sample
         if self.unnamed in (1, 10, 100, 1000, 10_000):
@@ -125,6 +125,16 @@ class GraderChoice:
                        f" {self.unnamed}) the first candidate is taken; if they are many, use"
                        " another grader", sys.stderr)
         return 0
+
+
+def number_named(reply):
+    """The number that a reply begins with, or its only one; None where it names none or several.
+
+    "Of the 4 candidates, number 2 is best" names two, and the first is not meant.
+    """
+    begins = re.match(r"\W*(?:candidate|number|option)?\W*(\d{1,9})", reply, re.IGNORECASE)
+    numbers = {begins[1]} if begins else set(re.findall(r"\d{1,9}", reply))
+    return int(numbers.pop()) if len(numbers) == 1 else None
 
 
 # -----------------------------------------------------------------------------
