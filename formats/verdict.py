@@ -145,14 +145,15 @@ def different_rules(policies):
     """
     limits = {name: policy["max_turns"] for name, policy in policies.items()
               if policy["max_turns"] and policy["max_turns"] > 1}
-    # (whether it is such a baseline, its instructions)
-    prompts = {(policy["max_turns"] == 1, *policy["prompts"]) for policy in policies.values()
-               if policy["prompts"]}
+    prompts = [  # of policies with several turns, of those with one
+        {tuple(policy["prompts"]) for policy in policies.values()
+         if policy["prompts"] and (policy["max_turns"] == 1) == single}
+        for single in (False, True)]
     if len(set(limits.values())) > 1:
         listed = ", ".join(f"{name} {limit}" for name, limit in limits.items())
         yield (f"The policies had different numbers of turns (--max_turns: {listed}), so"
                " differences may be due to them.")
-    elif len(prompts) > len({single for single, *_ in prompts}):
+    elif max(map(len, prompts)) > 1:
         yield ("The agents had different instructions (agent_prompt in the episodes), so"
                " differences may be due to them.")
 

@@ -99,14 +99,7 @@ def child_filter(process: int) -> bytes:
     ]
     for call, argument, value in FILE_COMMANDS:
         program.append(refused_argument(call, argument, value))
-    program.append(if_call(
-        IOCTL,
-        instruction(LOAD, ARGUMENTS + 8),
-        instruction(MASK, TYPE_BITS),
-        instruction(EQUAL, TERMINAL_TYPE, 1, 0),
-        instruction(RETURN, REFUSE),
-        instruction(LOAD, CALL_NUMBER),
-    ))
+    program.append(refused_argument(IOCTL, 1, TERMINAL_TYPE, TYPE_BITS, unless=True))
     for call, argument in OPENINGS:
         for bits in ODD_OPENINGS:
             program.append(refused_argument(call, argument, bits, OPEN_BITS))
@@ -139,16 +132,18 @@ def fixed_argument(calls: str, argument: int, value: int, test: int = EQUAL) -> 
     )
 
 
-def refused_argument(calls: str, argument: int, value: int, mask: int = 0xFFFFFFFF) -> bytes:
+def refused_argument(calls: str, argument: int, value: int, mask: int = 0xFFFFFFFF,
+                     unless: bool = False) -> bytes:
     """Refuse these calls if an argument, of which the kernel reads the low half, has this value.
 
-    Only the bits of the mask are compared.
+    With `unless`, refuse them if it has another. Only the bits of the mask are compared.
     """
+    jumps = (1, 0) if unless else (0, 1)  # if equal, if not: 1 skips the refusal
     return if_call(
         calls,
         instruction(LOAD, ARGUMENTS + 8 * argument),
         instruction(MASK, mask),
-        instruction(EQUAL, value, 0, 1),
+        instruction(EQUAL, value, *jumps),
         instruction(RETURN, REFUSE),
         instruction(LOAD, CALL_NUMBER),
     )

@@ -284,10 +284,11 @@ def without_comparison(test: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in a test's texts
-            match ast.parse(test, mode="eval").body:
-                case ast.Compare(left=value, ops=[ast.Eq()], comparators=[literal]):
-                    if ast.literal_eval(literal) is not None:  # None is no value of a solution
-                        return ast.unparse(value)
+            expression = ast.parse(test, mode="eval").body
+        match expression:
+            case ast.Compare(left=value, ops=[ast.Eq()], comparators=[literal]):
+                if ast.literal_eval(literal) is not None:  # None is no value of a solution
+                    return ast.unparse(value)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         pass  # no expression, no literal, {{}: 1} (a TypeError), too deep: the test runs as it is
     return test

@@ -30,6 +30,8 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
     The record holds flags, versions, the world size and hashes of the inputs. The flags in
     `may_differ` do not change what is made, so they may differ from those of an earlier run; COUNTS
     may grow. A command that has produced no output yet may be replaced by another.
+
+    If a training's --max_steps has grown, it returns the leader's record in place of writing it.
     """
     path = Path(path)
     # the shell's completion ends directories in a slash
@@ -45,23 +47,25 @@ def claim_output(path, flags, inputs, process, may_differ=(), flag="--output"):
             raise SystemExit(f"{path.parent}: found that nothing can be written there ({error}),"
                              f" expected a directory for the output; choose another {flag}"
                              ) from None
-    keeps_record = grows = False
-    if path.is_file() and has_output(path):  # this command resumes it, or is refused
+    resumes, grows = path.is_file() and has_output(path), False
+    if resumes:  # or is refused
         before = read_run(path)
         refuse_other_command(path, before, changes_since(before, flags, hashes, may_differ), flag)
         refuse_other_code(path, before, flag)
         if process.leads and before.get("commit") != code_commit():
             print(f"{path}: resuming the output of commit {before.get('commit')} with the code of"
                   f" {code_commit()}", file=sys.stderr)
-        grows = any(has_grown(name, before["flags"], flags) for name in COUNTS)
-        keeps_record = is_finished(path) or not grows
+        grows = not is_finished(path) and any(
+            has_grown(name, before["flags"], flags) for name in COUNTS)
     process.barrier()  # all ranks have read the record and the output before they change
-    record = json.dumps(record_of_command(flags, hashes, process.world), indent=1) + "\n"
     # The checkpoint of fewer steps can be opened until Run.resume removes it, and until then its
     # record stays: it is an input of what is made with this checkpoint
-    waits = path.name == "run.json" and grows and not keeps_record
-    if process.leads and not keeps_record and not waits:
-        write_atomically(path, record)
+    waits = grows and path.name == "run.json"
+    record = None
+    if process.leads and (grows or not resumes):
+        record = json.dumps(record_of_command(flags, hashes, process.world), indent=1) + "\n"
+        if not waits:
+            write_atomically(path, record)
     process.barrier()
     refuse_unshared_directory(path, flag)
     return record if waits else None

@@ -1,5 +1,6 @@
 """The critic: equations, pairs, rows, training, ranking."""
 
+import functools
 import json
 import math
 import os
@@ -419,6 +420,18 @@ def test_a_second_kill_between_renames_of_a_state_leaves_one_to_resume(tiny, tmp
     assert load_state(tmp_path / "resume", model, optimizer, ALONE) == 3
 
 
+def resumes_as_it_would_have_gone_on(folder, begin, first, second):
+    """Two steps, each a function of model and optimiser: without a break, and saved between."""
+    straight, resumed = begin(), begin()
+    first(*straight)
+    save_state(folder / "resume", 1, *straight, ALONE)
+    load_state(folder / "resume", *resumed, ALONE)
+    for model, optimizer in (straight, resumed):
+        second(model, optimizer)
+    return all(torch.equal(one, other) for one, other in zip(
+        straight[0].parameters(), resumed[0].parameters(), strict=True))
+
+
 def test_an_optimiser_that_counts_steps_in_a_plain_number_resumes_as_it_would_have_gone_on(
         tmp_path):
     def begin():
@@ -431,18 +444,11 @@ def test_an_optimiser_that_counts_steps_in_a_plain_number_resumes_as_it_would_ha
         optimizer.step()
         optimizer.zero_grad()
 
-    straight, resumed = begin(), begin()
-    step(*straight)
-    save_state(tmp_path / "resume", 1, *straight, ALONE)
-    load_state(tmp_path / "resume", *resumed, ALONE)
-    for both in (straight, resumed):
-        step(*both)
-    for one, other in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert resumes_as_it_would_have_gone_on(tmp_path, begin, step, step)
 
 
 def test_two_groups_resume_as_they_would_have_gone_on_one_without_a_gradient_so_far(tmp_path):
-    def step(model, optimizer, both):
+    def step(model, optimizer, both=True):
         model[0](torch.ones(1, 2)).sum().backward()
         if both:
             model[1](torch.ones(1, 2)).sum().backward()
@@ -455,14 +461,8 @@ def test_two_groups_resume_as_they_would_have_gone_on_one_without_a_gradient_so_
         groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.2}]
         return model, torch.optim.AdamW(groups, 0.1)
 
-    straight, resumed = begin(), begin()
-    step(*straight, both=False)
-    save_state(tmp_path / "resume", 1, *straight, ALONE)
-    load_state(tmp_path / "resume", *resumed, ALONE)
-    for model, optimizer in (straight, resumed):
-        step(model, optimizer, both=True)
-    for one, other in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(one, other)
+    one_group = functools.partial(step, both=False)
+    assert resumes_as_it_would_have_gone_on(tmp_path, begin, one_group, step)
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from conftest import (
 
 from colbench import agent_view, encode_dialogue
 from formats.read import read_candidates, read_episodes, read_tasks
-import report.__main__ as report
+import report.__main__ as command
 from report import show
 from report.page import task_records
 from report.training import held_out_tasks
@@ -113,7 +113,7 @@ def test_the_commands_of_the_page_lead_from_dialogues_to_a_shaded_report(tmp_pat
         if "--model" in words:
             words += ["--max_steps", "2"]
         if words[0] == "-m":
-            report.main(report.parse_args(words[2:]))
+            command.main(command.parse_args(words[2:]))
         else:
             run_script(*words, folder=tmp_path)
     assert all(part in (tmp_path / "report.html").read_text() for part in (
