@@ -9,7 +9,7 @@ import json
 import torch
 import transformers
 
-from colbench import DOMAINS, image_part, request_index
+from colbench import DOMAINS, image_part
 from judge.browser import Browser
 from judge.pages import solution_page
 from runtime.models import load_config
@@ -32,13 +32,13 @@ class Sight:
         self.draw = functools.cache(self._draw)
         self.read = functools.lru_cache(8)(self._read)
 
-    def opening_reader(self, task, messages):
-        """A function without arguments that gives the model's inputs up to the first request.
+    def opening_reader(self, task, opening):
+        """A function without arguments that gives the model's inputs for the opening, which is the
+        messages up to the first request.
 
         They show the solution before the request. Rows keep the function and not its result: the
         pixels of all tasks at once would fill the memory.
         """
-        opening = messages[:request_index(messages) + 1]
         return functools.partial(self.read, json.dumps([task, opening]))
 
     def _read(self, task_and_opening):

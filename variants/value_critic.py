@@ -64,13 +64,10 @@ class SeenDialogue(typing.NamedTuple):
     """
 
     messages: list  # to be encoded as text
+    text_limit: int  # the most tokens that the text may have
     opening_ids: tuple = ()
     text_length: int = 0
     read_opening: typing.Callable | None = None  # for the row
-
-    def text_limit(self, max_length):
-        """The most tokens that the text may have in a row of at most `max_length`."""
-        return max_length - len(self.opening_ids) + self.text_length
 
     def row(self, ids, turn_index, dropped):
         """The row of the encoded text: its opening is replaced."""
@@ -91,8 +88,7 @@ class Reader:
         """The row of an episode; None if its last turn does not fit."""
         messages, finished = agent_view(episode)
         seen = self._seen(episode["task"], messages)
-        limit = seen.text_limit(self.max_length)
-        encoded = encode_within(self.tokenizer, seen.messages, limit, finished)
+        encoded = encode_within(self.tokenizer, seen.messages, seen.text_limit, finished)
         if encoded is None:
             return None
         row = seen.row(*encoded)
@@ -104,22 +100,23 @@ class Reader:
     def candidate_rows(self, task, messages, texts, finished):
         """A row for each candidate; None if they do not fit."""
         seen = self._seen(task, messages)
-        limit = seen.text_limit(self.max_length)
-        encoded = encode_candidates(self.tokenizer, seen.messages, texts, finished, limit)
+        encoded = encode_candidates(self.tokenizer, seen.messages, texts, finished,
+                                    seen.text_limit)
         return [seen.row(*fields) for fields in encoded] if encoded else None
 
     def _seen(self, task, messages):
         """The SeenDialogue of these messages, with the solution as text or as a picture."""
         if self.sight is None:
-            return SeenDialogue(critic_messages(task, messages, self.privileged))
+            return SeenDialogue(critic_messages(task, messages, self.privileged), self.max_length)
         if DOMAINS[task["domain"]].logged:
             raise SystemExit("found dialogues of your own logs, which have no pictures, and a"
                              " vision-language --model; expected a model of texts")
-        read_opening = self.sight.opening_reader(task, messages)
-        opening_ids = read_opening()["input_ids"][0].tolist()
         opening = messages[:request_index(messages) + 1]
+        read_opening = self.sight.opening_reader(task, opening)
+        opening_ids = tuple(read_opening()["input_ids"][0].tolist())
         text_ids, _ = encode_dialogue(self.tokenizer, opening, generation_prompt=True)
-        return SeenDialogue(messages, tuple(opening_ids), len(text_ids), read_opening)
+        text_limit = self.max_length - len(opening_ids) + len(text_ids)
+        return SeenDialogue(messages, text_limit, opening_ids, len(text_ids), read_opening)
 
 
 # -----------------------------------------------------------------------------
