@@ -136,10 +136,3 @@ def test_log_probs_of_logits_in_bf16_are_in_fp32():
     found = packed.picked_logprobs(logits, target)
     wanted = logits.double().log_softmax(-1)[range(5), target]
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_the_output_layer_computes_all_positions_again_afterwards():
-    model, ids = tiny_model(TOKENIZER), torch.tensor([[1, 2, 3]])
-    whole = model(ids).logits
-    packed.turn_logprobs(model, FOUR_ROWS)
-    assert torch.equal(model(ids).logits, whole)

@@ -145,13 +145,6 @@ def test_states_are_saved_when_the_leaders_clock_says_so_on_all_ranks_at_once(ti
     assert saved == [list(range(2, len(metrics(tmp_path / "out")), 2))] * 2
 
 
-def test_a_state_that_lacks_a_ranks_file_is_refused(tmp_path):
-    (tmp_path / "rank0.pt").touch()
-    wait_for_files(tmp_path, 1, patience=0)
-    with pytest.raises(SystemExit, match="files of 1 processes, expected 2; all nodes need"):
-        wait_for_files(tmp_path, 2, patience=0)
-
-
 def of_two(rank=0):
     """A process of two that waits for nobody."""
     return types.SimpleNamespace(rank=rank, world=2, leads=rank == 0, barrier=lambda: None)
@@ -163,7 +156,7 @@ def test_a_state_replaces_the_last_one_once_the_files_of_all_ranks_are_there(tmp
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     save_state(tmp_path / "resume", 1, model, optimizer, ALONE)
-    with pytest.raises(SystemExit, match="files of 1 processes, expected 2"):
+    with pytest.raises(SystemExit, match="files of 1 processes, expected 2; all nodes need"):
         save_state(tmp_path / "resume", 2, model, optimizer, of_two())
     assert read_state(tmp_path / "resume", ALONE)["step"] == 1
 
@@ -379,10 +372,3 @@ def test_scoring_is_without_gradients_and_leaves_the_model_in_training():
     with Run.scoring(None, model):
         assert not model.training and not model(torch.arange(9)[None]).logits.requires_grad
     assert model.training and all(module.training for module in model.modules())
-
-
-def test_a_state_of_more_processes_is_refused(tmp_path):
-    for rank in range(2):
-        torch.save({"step": 1, "world": 2}, tmp_path / f"rank{rank}.pt")
-    with pytest.raises(SystemExit, match="a run of 2 processes, expected 1"):
-        read_state(tmp_path, ALONE)
