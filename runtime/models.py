@@ -141,8 +141,7 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
     torch.backends.cuda.enable_cudnn_sdp(False)
     announce_device(str(device))
     gc.collect()  # frees what is left of an earlier model before the next one is loaded
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
+    torch.cuda.empty_cache()  # NCCL and other processes cannot use what torch keeps
     dtype = compute_dtype(device, dtype)
     if model_class is transformers.AutoModelForCausalLM:
         refuse_vision_language(config, path)
