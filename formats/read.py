@@ -312,7 +312,8 @@ def check_keys(row, needed, optional, where):
     for key, kind in needed.items():
         expect(row, key, kind, where)
     for key, kind in optional.items():
-        expect(row, key, kind, where, optional=True)
+        if row.get(key) is not None:
+            expect(row, key, kind, where)
 
 
 def check_history(history, where, in_turn=True):

@@ -57,11 +57,9 @@ def without_nulls(row):
     return {key: value for key, value in row.items() if value is not None}
 
 
-def expect(row, key, kind, where, optional=False):
+def expect(row, key, kind, where):
     """row[key], which must be of type `kind`; the message says what was found and expected."""
     value = row.get(key)
-    if value is None and optional:
-        return None
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join(k.__name__ for k in kinds)
