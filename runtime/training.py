@@ -64,8 +64,8 @@ class Run:
     def say(self, text):
         self.process.say(text)
 
-    def watch(self, items, unit, description="reading"):
-        return self.process.watch(items, unit, description)
+    def watch(self, items, unit):
+        return self.process.watch(items, unit, "reading")
 
     def remove(self, *patterns):
         """Remove files of an earlier run from the output."""
@@ -100,7 +100,7 @@ class Run:
         """
         found = {}  # index of an item -> its result
         parts = list(self.share(range(len(items)), size))
-        for mine, _ in self.watch(parts, "batch", description):
+        for mine, _ in self.process.watch(parts, "batch", description):
             found.update(zip(mine, function([items[index] for index in mine]), strict=True))
         found = self.gather(found)
         return [found[index] for index in range(len(items))]
