@@ -100,11 +100,6 @@ def context_length(config):
     return getattr(text, "max_position_embeddings", None)
 
 
-def default_device():
-    """Where to compute when torchrun has given this process no device."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @functools.cache
 def announce_device(device):
     """Print once where this run computes: with a driver too old, torch silently uses the CPU."""
@@ -132,9 +127,12 @@ def load_model(path, device="cpu", model_class=transformers.AutoModelForCausalLM
                merged=False, move=True, **options):
     """A transformers model, from safetensors only; what cannot be opened is named.
 
+    `device` is None where torchrun has given this process none: a GPU is taken if there is one.
     With move=False, it stays in host memory. In bf16, a LoRA checkpoint opens as its frozen
     weights with the matrices beside them, unless `merged` is true.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     config = load_config(path)
     # cuDNN, the first choice on H100s, gives NaN gradients under some masks (pytorch#196678) and
     # plans anew for each length
@@ -282,7 +280,6 @@ def open_with_reference(path, base, device=None, dtype=None, lora=False):
 
     With LoRA both are one model in memory: without its matrices, the first is the second.
     """
-    device = device or default_device()
     reference = load_model(base, device, dtype=dtype, merged=not lora).eval()
     make_head_fp32(reference)
     if lora:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 
 from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
-from runtime.models import context_length, default_device, load_model, load_tokenizer
+from runtime.models import context_length, load_model, load_tokenizer
 from runtime.seeds import derive_seed
 from runtime.templates import RefusedDialogue, UnnestedTemplate, end_of_turn, render
 from speakers.attention import share_prompts
@@ -55,13 +55,13 @@ class LocalSpeaker(Speaker):
     batches_at_once = 8  # so that it can form batches of prompts of similar length
 
     def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
-        self.device = settings.device or default_device()
         if tokenizer is None:
             tokenizer = load_tokenizer(path)
         if model is None:
-            model = load_model(path, self.device, dtype=settings.dtype)
+            model = load_model(path, settings.device, dtype=settings.dtype)
         refuse_unfit_layers(model, path)
         self.tokenizer, self.model = tokenizer, model.eval()
+        self.device = self.model.device
         self.temperature = settings.temperature
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size

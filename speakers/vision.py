@@ -14,7 +14,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from colbench import image_part
 from judge.pages import open_picture
-from runtime.models import default_device, load_config, load_model
+from runtime.models import load_config, load_model
 from runtime.templates import render
 from speakers.interface import Speaker, Utterance
 from speakers.local import pick_tokens, stop_tokens, text_of, uniform_numbers
@@ -162,8 +162,8 @@ class VisionSpeaker(Speaker):
 
     def __init__(self, path, settings):
         self.processor = load_processor(path)
-        self.model = load_model(path, settings.device or default_device(),
-                                transformers.AutoModelForImageTextToText, settings.dtype).eval()
+        self.model = load_model(path, settings.device, transformers.AutoModelForImageTextToText,
+                                settings.dtype).eval()
         self.temperature = settings.temperature
         self.max_new_tokens = settings.max_new_tokens
         self.batch_size = settings.batch_size

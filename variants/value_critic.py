@@ -35,8 +35,7 @@ from colbench import (
 from formats.ranking import rank_states
 from formats.read import MOST_REWARD, load_episodes, truncation_in_words
 from runtime.flags import FlagParser
-from runtime.models import (
-    default_device, fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures)
+from runtime.models import fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures
 from runtime.processes import launch
 from runtime.record import read_flags
 from runtime.training import Run
@@ -252,7 +251,7 @@ class ValueCritic:
         kind = AutoModelForTokenClassification
         if self.reader.sight:
             kind = vision_value_class(path)
-        self.model = load_model(path, device or default_device(), kind, dtype).eval()
+        self.model = load_model(path, device, kind, dtype).eval()
         self.model.score = fp32_head(self.model.score)
 
     def advantages(self, task, messages, texts, finished):
