@@ -26,6 +26,7 @@ from runtime.processes import Process
 from train_critic import (
     Critic, Row, advantage, critic_loss, critic_messages, critic_objective, dialogue_row,
     learning_rate, pair_episodes, plan_batches, split_tasks, turn_logprobs)
+from variants.value_critic import open_critic
 
 DIALOGUES = [
     dialogue("a task", "y", "no", "a much longer turn of the agent", "so", "z"),
@@ -383,13 +384,15 @@ def test_a_log_without_ground_truth_is_refused_by_a_critic_that_would_show_it(ti
     train(*given, "--privileged", "none")
 
 
-def test_candidates_without_the_solution_are_refused_before_the_training(tiny, tmp_path):
+@pytest.mark.parametrize("script", ["train_critic.py", "variants/value_critic.py"])
+def test_candidates_without_the_solution_are_refused_before_the_training(tiny, tmp_path, script):
     candidates = write_candidates(tmp_path / "c.jsonl")
     rows = read_rows(candidates)
     rows[3]["task"] |= {"task_id": "u", "domain": "logged", "ground_truth": ""}
     write_rows(candidates, rows)
-    given = write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "o", "--candidates", candidates
-    assert "task u: found no ground_truth" in train(*given, run=refusal)
+    said = refusal(script, *training(write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "o",
+                                     "--candidates", candidates))
+    assert "task u: found no ground_truth" in said
     assert not (tmp_path / "o").exists()
 
 
@@ -526,17 +529,20 @@ def test_candidates_without_a_token_have_no_advantage(trained, monkeypatch, forw
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
-def test_more_steps_rank_again_even_after_a_ranking_was_killed(trained, tiny, tmp_path, killed):
+@pytest.mark.parametrize("script, killed", [
+    ("train_critic.py", False), ("train_critic.py", True), ("variants/value_critic.py", False)])
+def test_more_steps_rank_again_even_after_a_ranking_was_killed(
+        trained, tiny, tmp_path, script, killed):
     candidates = write_candidates(tmp_path / "candidates.jsonl")
     for steps in (1, 2):
-        train(trained / "episodes.jsonl", tiny(), tmp_path / "critic", "--candidates", candidates,
-              "--max_steps", steps)
+        run_script(script, *training(
+            trained / "episodes.jsonl", tiny(), tmp_path / "critic", "--dtype", "float32",
+            "--candidates", candidates, "--max_steps", steps))
         file = tmp_path / "critic/ranked.jsonl"
         ranked = read_rows(file)
         if killed:
             file.rename(f"{file}.rank0")
-        opened = Critic(tmp_path / "critic", dtype="float32")  # on the device that ranked
+        opened = open_critic(tmp_path / "critic", dtype="float32")  # on the device that ranked
         assert ranked[0]["advantages"] == pytest.approx(opened.advantages(
             *(ranked[0][key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
 

@@ -352,11 +352,3 @@ def test_another_seed_draws_other_pairs_of_a_state():
     state = ranked_state(dict(zip(TEXTS, ADVANTAGES, strict=True)))
     drawn = [train_policy.state_pairs(state, "halves", 4, seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_the_instructions_of_episodes_are_saved_with_the_policy_too(tiny, tmp_path):
-    path = write_rows(tmp_path / "e.jsonl", [
-        episode("t", reward, sample, agent_prompt="Ask.")
-        for sample, reward in enumerate((1.0, 0.0))])
-    run_script("train_policy.py", "--episodes", path, "--model", tiny(), *flags(tmp_path / "out"))
-    assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"

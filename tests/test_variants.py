@@ -91,10 +91,12 @@ def test_held_out_numbers_of_a_value_head_do_not_depend_on_the_batch(tiny, tmp_p
     assert found[0] == pytest.approx(found[1])
 
 
-def test_the_instructions_of_demonstrations_are_saved_with_the_policy(tiny, tmp_path):
-    rows = [episode("t", 1.0, agent_prompt="Ask.")]
+@pytest.mark.parametrize("script", ["train_policy.py", "variants/sft.py"])
+def test_the_instructions_of_episodes_are_saved_with_the_policy(tiny, tmp_path, script):
+    rows = [episode("t", reward, sample, agent_prompt="Ask.")
+            for sample, reward in enumerate((1.0, 0.0))]
     path = write_rows(tmp_path / "e.jsonl", rows)
-    run_script("variants/sft.py", *training(path, tiny(), tmp_path / "out"))
+    run_script(script, *training(path, tiny(), tmp_path / "out"))
     assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"
 
 
@@ -147,26 +149,6 @@ def test_a_critic_of_log_ratios_is_refused_before_anything_is_written(tiny, tmp_
                    write_rows(tmp_path / "c.jsonl", [state]))
     assert "found a critic of log-ratios, expected one with a value head" in said
     assert not list((tmp_path / "critic").glob("ranked*"))
-
-
-def test_candidates_that_a_value_head_cannot_rank_are_refused_before_its_training(tiny, tmp_path):
-    state = ranked_state({"a": 0.0, "b": 0.0})
-    state["task"] |= {"task_id": "u", "domain": "logged", "ground_truth": ""}
-    said = refusal("variants/value_critic.py", *training(
-        write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "critic", "--candidates",
-        write_rows(tmp_path / "c.jsonl", [state])))
-    assert "task u: found no ground_truth" in said and not (tmp_path / "critic").exists()
-
-
-def test_more_steps_of_a_value_head_rank_again(tiny, tmp_path):
-    candidates = write_rows(tmp_path / "c.jsonl", [ranked_state({"what?": 0.0, "so": 0.0})])
-    for steps in (1, 2):
-        run_script("variants/value_critic.py", *training(
-            write_episodes(tmp_path / "e.jsonl"), tiny(), tmp_path / "critic", "--max_steps",
-            steps, "--candidates", candidates))
-        state, = read_rows(tmp_path / "critic/ranked.jsonl")
-        assert state["advantages"] == pytest.approx(ValueCritic(tmp_path / "critic").advantages(
-            *(state[key] for key in ("task", "messages", "candidates", "finished"))), abs=1e-6)
 
 
 def test_the_loss_of_a_batch_of_all_dialogues_is_the_mean_over_all_tokens_of_the_agent(
