@@ -61,10 +61,8 @@ class FlagParser(argparse.ArgumentParser):
             value = getattr(args, name)
             if value is None:
                 continue
-            numbers = value if isinstance(value, list) else [value]
-            within = all(LIMITS[word][1](number, limit)
-                         for number in numbers for word, limit in limits.items())
-            if not within or not all(map(math.isfinite, numbers)):
+            within = all(LIMITS[word][1](value, limit) for word, limit in limits.items())
+            if not within or not math.isfinite(value):
                 words = " and ".join(f"{LIMITS[word][0]} {limit}" for word, limit in limits.items())
                 raise SystemExit(f"found --{name} {value}, expected a number {words}")
         for name, needed in self.needs.items():
