@@ -187,13 +187,15 @@ def test_a_signal_saves_a_state_and_ends_the_run_unless_its_last_step_is_done(
         monkeypatch, tmp_path, done, planned, stopping, saved, ends):
     states = []
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
-    monkeypatch.setattr("runtime.training.save_state", lambda *given: states.append(given[1]))
+    monkeypatch.setattr("runtime.training.save_state",
+                        lambda *given: states.append((given[1], time.perf_counter())))
     run = Run.__new__(Run)
     vars(run).update(process=ALONE, device="cpu", output=tmp_path, last=4, planned=planned,
-                     stopping=stopping, save_seconds=1e9, saved=0)
+                     stopping=stopping, save_seconds=1e9, saved=0, began=0)
     with pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext():
         Run.save_state_if_due(run, done, None, None)
-    assert states == [done] * saved
+    assert [step for step, _ in states] == [done] * saved
+    assert all(run.began >= ended for _, ended in states)  # the save is no part of the next step
 
 
 def test_a_signal_while_the_checkpoint_is_written_ends_the_run_once_it_is_whole(
@@ -213,16 +215,6 @@ def test_a_signal_while_the_checkpoint_is_written_ends_the_run_once_it_is_whole(
     with pytest.raises(KeyboardInterrupt):
         Run.save(run, None, None)
     assert (tmp_path / "config.json").exists() and signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_step_begins_after_the_state_before_it_is_saved(monkeypatch, tmp_path):
-    ended = []
-    monkeypatch.setattr("runtime.training.save_state",
-                        lambda *_: ended.append(time.perf_counter()))
-    run = Run.__new__(Run)
-    vars(run).update(process=ALONE, output=tmp_path, last=4, planned=9, began=0)
-    Run.save_state_if_due(run, 4, None, None)
-    assert run.began >= ended[0]
 
 
 def test_any_number_of_a_step_that_is_not_finite_ends_the_run(monkeypatch):
