@@ -8,6 +8,7 @@ import json
 
 import torch
 import transformers
+from transformers.modeling_outputs import TokenClassifierOutput
 
 from colbench import DOMAINS, image_part
 from judge.browser import Browser
@@ -66,8 +67,6 @@ def vision_value_class(path):
 
     Its logits are (R, T, 1), as those of a text model with such a head.
     """
-    from transformers.modeling_outputs import TokenClassifierOutput
-
     config = load_config(path)
     base = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
