@@ -121,7 +121,8 @@ def test_training_that_max_steps_cut_is_resumed_by_a_larger_one_as_if_never_cut(
 
 
 @pytest.mark.parametrize("made, record", [
-    ("e.jsonl.rank0", "e.jsonl.run.json"), ("resume", "run.json"), ("metrics.jsonl", "run.json")])
+    ("e.jsonl.rank0", "e.jsonl.run.json"), ("resume", "run.json"), ("metrics.jsonl", "run.json"),
+    ("config.json", "run.json")])  # the last one is a stranger's checkpoint
 def test_what_a_run_has_left_without_its_record_is_not_taken_over(tmp_path, made, record):
     (tmp_path / made).write_text('{"a": 1}\n')
     with pytest.raises(SystemExit, match="run.json.* choose another --output"):
@@ -129,6 +130,7 @@ def test_what_a_run_has_left_without_its_record_is_not_taken_over(tmp_path, made
             claim_output(tmp_path / record, {}, [], Process(0, 1, "cpu"))
         else:
             open_rows(tmp_path / "e.jsonl", {}, [], Process(0, 1, "cpu"), str)
+    assert not (tmp_path / record).exists()
 
 
 def test_two_runs_on_the_same_output_are_refused_and_a_lock_left_by_a_kill_is_not(tmp_path):

@@ -424,14 +424,6 @@ def critic_flags(folder, *more):
     return [episodes], vars(args)
 
 
-def test_a_checkpoint_of_strangers_is_never_taken_for_the_output(tiny, tmp_path):
-    shutil.copytree(tiny(), tmp_path / "model")
-    inputs, flags = critic_flags(tmp_path)
-    with pytest.raises(SystemExit, match=f"{tmp_path / 'model'}: found .*another --output"):
-        claim_output(tmp_path / "model/run.json", flags, inputs, PROCESS, ())
-    assert not (tmp_path / "model/run.json").exists()
-
-
 @pytest.mark.parametrize("family", ["gemma3_text", "llama"])
 def test_a_model_stored_in_bf16_opens_in_fp32_as_transformers_opens_it(family, tmp_path):
     tiny_model(byte_tokenizer("llama3"), family).bfloat16().save_pretrained(tmp_path)
