@@ -494,11 +494,20 @@ def test_a_complete_critic_ranks_without_training_whatever_ranks_and_packing(tra
         assert state["ranker"] == str(critic)
 
 
-def test_ranked_candidates_of_another_file_are_not_replaced(trained, tmp_path):
-    given = ["--output", trained / "critic", "--ranked", tmp_path / "ranked", "--candidates"]
+def test_a_ranking_goes_on_with_the_same_candidates_critic_and_dtype_alone(trained, tmp_path):
+    shutil.copytree(trained / "critic", tmp_path / "critic")
     two, three = (write_candidates(tmp_path / f"{states}.jsonl", states) for states in (2, 3))
-    run_script("train_critic.py", *given, two)
-    assert "choose another --ranked" in refusal("train_critic.py", *given, three)
+    given = ["--output", tmp_path / "critic", "--ranked", tmp_path / "ranked",
+             "--dtype", "bfloat16", "--candidates", two]
+    run_script("train_critic.py", *given)
+    said = refusal("train_critic.py", *given, "--candidates", three)
+    assert "choose another --ranked" in said and f"in candidates (it was {two})" in said
+    said = refusal("train_critic.py", *given, "--dtype", "float32")
+    assert "differs in dtype (it was bfloat16)" in said
+    run = json.loads((tmp_path / "critic/run.json").read_text())
+    run["flags"]["seed"] = 1  # as if it was trained anew
+    (tmp_path / "critic/run.json").write_text(json.dumps(run))
+    assert "critic/run.json (its content)" in refusal("train_critic.py", *given)
     assert len(read_rows(tmp_path / "ranked")) == 2
 
 
@@ -638,26 +647,6 @@ def test_a_plain_reference_of_a_critic_that_sees_no_solution_is_refused(trained,
                    "--reference", "plain")
     assert "found --reference plain with a critic that does not see the solution" in said
     assert not list((tmp_path / "critic").glob("ranked*"))
-
-
-def test_advantages_of_a_critic_that_was_trained_anew_are_not_taken_over(trained, tmp_path):
-    candidates = write_candidates(tmp_path / "candidates.jsonl", 1)
-    shutil.copytree(trained / "critic", tmp_path / "critic")
-    given = ["--output", tmp_path / "critic", "--candidates", candidates,
-             "--ranked", tmp_path / "ranked"]
-    run_script("train_critic.py", *given)
-    run = json.loads((tmp_path / "critic/run.json").read_text())
-    run["flags"]["seed"] = 1
-    (tmp_path / "critic/run.json").write_text(json.dumps(run))
-    assert "critic/run.json (its content)" in refusal("train_critic.py", *given)
-
-
-def test_a_ranking_in_another_dtype_is_another_ranking(trained, tmp_path):
-    given = ["--output", trained / "critic", "--ranked", tmp_path / "ranked", "--candidates",
-             write_candidates(tmp_path / "candidates.jsonl", 1)]
-    run_script("train_critic.py", *given, "--dtype", "bfloat16")
-    said = refusal("train_critic.py", *given, "--dtype", "float32")
-    assert "differs in dtype (it was bfloat16)" in said
 
 
 def test_a_checkpoint_opens_once_all_of_it_is_there_and_its_files_have_equal_permissions(
