@@ -181,7 +181,7 @@ def read_ranked(folder, *states):
     return read_candidates(write_rows(folder / "ranked.jsonl", states), ranked=True)
 
 
-def test_states_without_advantages_are_omitted_and_counted(tmp_path):
+def test_states_without_advantages_are_omitted_and_counted_but_can_be_ranked_again(tmp_path):
     state = ranked_state({"a": 1.0, "b": -1.0})
     unranked = state | {"turn": 1, "advantages": None}
     failed = {key: state[key] for key in ("task", "sample", "messages")}
@@ -190,6 +190,8 @@ def test_states_without_advantages_are_omitted_and_counted(tmp_path):
     assert len(states) == 1 and omitted == 2
     with pytest.raises(SystemExit, match="no state with ranked candidates, but 1 that failed or"):
         read_ranked(tmp_path, unranked)
+    states, omitted = read_candidates(tmp_path / "ranked.jsonl")  # too long for one ranker alone
+    assert len(states) == 1 and omitted == 0
 
 
 @pytest.mark.parametrize("change, found", [
@@ -340,12 +342,6 @@ def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     texts = [TOKENIZER.decode(row.ids) for pairs in groups for pair in pairs for row in pair]
     assert len(texts) > 50
     assert not any(episodes[0]["task"]["ground_truth"] in text for text in texts)
-
-
-def test_a_state_that_was_too_long_for_one_ranker_can_be_ranked_by_another(tmp_path):
-    unranked = ranked_state({"a": 1.0, "b": -1.0}) | {"advantages": None}
-    states, omitted = read_candidates(write_rows(tmp_path / "ranked.jsonl", [unranked]))
-    assert len(states) == 1 and omitted == 0
 
 
 def test_another_seed_draws_other_pairs_of_a_state():
