@@ -179,7 +179,7 @@ def test_critics_of_either_kind_choose_and_episodes_note_it(tiny, toy_episodes, 
     critic = tmp_path / "critic"
     run_script(trainer, "--episodes", toy_episodes, "--model", tiny(), "--output", critic,
                "--max_steps", 1)
-    flags = [*FLAGS, "--agent", tiny(), "--critic", critic]
+    flags = [*FLAGS, "--agent", tiny(), "--critic", f"{critic}/"]
     for n in (1, 3):
         run_script("variants/best_of_n.py", *flags, "--n", n, "--output", tmp_path / f"{n}.jsonl")
     run_script("collect.py", *FLAGS, "--agent", tiny(), "--output", tmp_path / "plain.jsonl")

@@ -164,7 +164,9 @@ def collect_episodes(args, process):
     if store.missing(jobs):
         with open_parties(args, process, domain, store) as (sampled, human, judge, played_by):
             played_by["best_of_n"] = args.n
-            played_by["scorer"] = GRADER + args.critic_model if args.critic_model else args.critic
+            played_by["scorer"] = args.critic.rstrip("/")  # as the record of the run has it
+            if args.critic_model:
+                played_by["scorer"] = GRADER + args.critic_model
             agent = BestOfN(sampled, open_choice(args, process), args.n)
 
             def work(key):
