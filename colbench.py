@@ -29,7 +29,6 @@ formats/read.py reads files and checks every line.
 
 import base64
 import bisect
-import os
 import re
 import typing
 
@@ -37,7 +36,7 @@ from judge.pages import (
     PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
 from judge.sandbox import ANSWER_MARKER, BackendJudge
 from runtime.files import expect, without_nulls
-from runtime.templates import UnnestedTemplate, end_of_turn, render, template_ids, turn_ids
+from runtime.templates import end_of_turn, render, template_ids, turn_ids
 
 # -----------------------------------------------------------------------------
 # Dialogue rules
@@ -342,16 +341,9 @@ def encode_dialogue(tokenizer, messages, finished=(), generation_prompt=False):
     rendered = ""  # the text of these ids
     for turn, index in enumerate(turn_starts(messages, generation_prompt)):
         before = render(tokenizer, messages[:index])  # with the generation prompt
-        if not before.startswith(rendered):
-            kept = os.path.commonprefix([before, rendered])
-            raise UnnestedTemplate(
-                f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier"
-                f" turns when later ones come, here from {rendered[len(kept):][:60]!r} on), so a"
-                " dialogue is not one sequence; expected a template that keeps them, like Llama's;"
-                " take another model, or edit its template")
         # some tokenizers encode text differently after an end-of-turn token
         after_turn = ids[-1:] == [end_id]  # not at the start, nor after a turn that was cut
-        added = template_ids(tokenizer, before[len(rendered):], after_turn)
+        added = template_ids(tokenizer, rendered, before, after_turn)  # what `before` adds
         ids += added
         turn_index += [-1] * len(added)
         if index == len(messages):

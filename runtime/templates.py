@@ -1,6 +1,7 @@
 """Chat templates: messages as text, text as token ids, the token that closes an agent turn."""
 
 import functools
+import os
 
 DATE = "26 Jul 2024"
 
@@ -147,13 +148,22 @@ def shared(ids):
     return [OBJECTS.setdefault(token, token) for token in ids]
 
 
-def template_ids(tokenizer, text, after_turn):
-    """Token ids of a text that a template has made.
+def template_ids(tokenizer, earlier, later, after_turn):
+    """Token ids of what a dialogue's text has gained: from `earlier` to `later`, as a template made
+    both.
 
     After a finished turn, it is encoded with the end-of-turn token in front, which is cut off
     again: some tokenizers put a space before a text that stands alone, and some end-of-turn tokens
     (Phi-3's) absorb the newline after them.
     """
+    if not later.startswith(earlier):
+        kept = os.path.commonprefix([later, earlier])
+        raise UnnestedTemplate(
+            f"{tokenizer.name_or_path}: the chat template does not nest (it changes earlier turns"
+            f" when later ones come, here from {earlier[len(kept):][:60]!r} on), so a dialogue is"
+            " not one sequence; expected a template that keeps them, like Llama's; take another"
+            " model, or edit its template")
+    text = later[len(earlier):]
     if not after_turn:
         return prompt_ids(tokenizer, [text])[0]
     end_id, end_text = end_of_turn(tokenizer)
