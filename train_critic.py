@@ -415,8 +415,7 @@ class Critic:
         flags = read_critic_flags(path)
         self.max_length, self.privileged = flags["max_length"], flags["privileged"]
         self.normalise = flags["normalise"]
-        # plain, as in the official ranking: the reference does not see the solution
-        self.reference_privileged = "none" if reference == "plain" else self.privileged
+        self.plain_reference = reference == "plain"
         self.tokenizer = load_tokenizer(path)
         self.model, self.reference_model = open_with_reference(
             path, flags["model"], device, dtype, lora=bool(flags["lora_rank"]))
@@ -428,9 +427,8 @@ class Critic:
         """
         rows = self.candidate_rows(task, messages, texts, finished, self.privileged)
         reference_rows = rows
-        if self.reference_privileged != self.privileged:
-            reference_rows = self.candidate_rows(
-                task, messages, texts, finished, self.reference_privileged)
+        if self.plain_reference:  # it does not see the solution, as in the official ranking
+            reference_rows = self.candidate_rows(task, messages, texts, finished, "none")
         if rows is None or reference_rows is None:
             return None
         advantages = self.turn_advantages(rows, reference_rows)  # (R, 1)
