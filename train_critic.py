@@ -65,9 +65,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from colbench import agent_view, encode_candidates, encode_within, request_index, succeeded
-from formats.ranking import rank_states
-from formats.read import (
-    group_by_task, load_episodes, read_candidates, solution_of, truncation_in_words)
+from formats.ranking import rank_states, refuse_unrankable
+from formats.read import group_by_task, load_episodes, solution_of, truncation_in_words
 from runtime.flags import FlagParser
 from runtime.models import load_tokenizer, open_to_train, open_with_reference
 from runtime.processes import launch
@@ -321,7 +320,7 @@ def main(args):
         from fast.packed import turn_logprobs
     if args.episodes:
         if args.candidates:
-            refuse_unrankable(args.candidates, args.privileged)  # before the training
+            refuse_unrankable(args.candidates, PRIVILEGED[args.privileged])  # before the training
         train(args)
     if args.candidates:
         rank(args)
@@ -457,13 +456,6 @@ class Critic:
     def dialogue_row(self, episode):
         """The row of an episode, for the report; None if its last turn does not fit."""
         return dialogue_row(self.tokenizer, episode, self.max_length, self.privileged)
-
-
-def refuse_unrankable(path, privileged):
-    """Refuse a bad file of candidates, and tasks without the solution that the critic reads."""
-    states, _ = read_candidates(path)
-    for state in states:  # only for its exit where a task has no solution
-        critic_messages(state["task"], state["messages"], privileged)
 
 
 def rank(args):

@@ -7,6 +7,16 @@ from runtime.processes import join_processes
 from runtime.record import edited_since, open_rows, read_run
 
 
+def refuse_unrankable(path, privileged):
+    """Refuse candidates that a critic could not rank, before it is trained.
+
+    privileged(task) gives what the critic sees of a task, and exits if the task lacks it.
+    """
+    states, _ = read_candidates(path)
+    for state in states:
+        privileged(state["task"])
+
+
 def rank_states(args, critic_class, **flags):
     """Write --ranked: the states of --candidates, with advantages from the critic in --output.
 

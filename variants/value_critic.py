@@ -32,7 +32,7 @@ from transformers import AutoModelForTokenClassification
 
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
-from formats.ranking import rank_states
+from formats.ranking import rank_states, refuse_unrankable
 from formats.read import MOST_REWARD, load_episodes, truncation_in_words
 from runtime.flags import FlagParser
 from runtime.models import fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures
@@ -41,7 +41,7 @@ from runtime.record import read_flags
 from runtime.training import Run
 from train_critic import (
     PAIRS, PRIVILEGED, RANKING_FLAGS, Critic, Row, critic_messages, learning_rate, plan_batches,
-    refuse_unrankable, split_pairs)
+    split_pairs)
 from variants.sight import Sight, forward_seen, vision_value_class
 
 # -----------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def value_objective(model, pairs):
 def main(args):
     if args.episodes:
         if args.candidates:
-            refuse_unrankable(args.candidates, args.privileged)  # before the training
+            refuse_unrankable(args.candidates, PRIVILEGED[args.privileged])  # before the training
         train(args)
     if args.candidates:
         rank(args)
