@@ -521,15 +521,8 @@ def parse_args(argv=None):
     # --packed, --micro_batch_size, --dtype, --max_steps, --save_minutes, --lora_rank, ...
     parser.add_machine_flags()
     args = parser.parse_args(argv)
-    if args.episodes and not args.model:
-        raise SystemExit("found --episodes without --model, expected a model to start from")
-    if not args.episodes:
-        if not args.candidates:
-            raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
-                             " a critic on, or candidates that the critic in --output ranks")
-        # all flags but these are for training only
-        training_flags = vars(args).keys() - {"output", "packed", "dtype", *RANKING_FLAGS}
-        parser.refuse_ignored(args, sorted(training_flags), "without --episodes to train on")
+    # the training needs --model; without a training, its flags would do nothing
+    parser.refuse_idle_critic(args, RANKING_FLAGS)
     if args.privileged == "none":
         parser.refuse_ignored(args, ["reference"], "by a critic that does not see the solution")
     return args

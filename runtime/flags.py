@@ -76,6 +76,20 @@ class FlagParser(argparse.ArgumentParser):
             if getattr(args, name) != self.get_default(name):
                 refuse_flag(args, name, reason)
 
+    def refuse_idle_critic(self, args, ranking_flags):
+        """For a script that trains a critic on --episodes, ranks --candidates with it, or both:
+        refuse a command that does neither, and flags of the training where nothing is trained.
+        """
+        if args.episodes and not args.model:
+            raise SystemExit("found --episodes without --model, expected a model to start from")
+        if not args.episodes:
+            if not args.candidates:
+                raise SystemExit("found neither --episodes nor --candidates, expected episodes to"
+                                 " train a critic on, or candidates that the critic in --output"
+                                 " ranks")
+            training_flags = vars(args).keys() - {"output", "packed", "dtype", *ranking_flags}
+            self.refuse_ignored(args, sorted(training_flags), "without --episodes to train on")
+
     def add_dtype_flag(self, group=None):
         self.add_argument("--dtype", choices=("bfloat16", "float32"), group=group,
                           help="what models compute in (default: bfloat16 on GPUs, float32 on"

@@ -340,14 +340,7 @@ def parse_args(argv=None):
     parser.add_machine_flags()
     args = parser.parse_args(argv)
     parser.refuse_ignored(args, ["packed"], "by a value head, whose rows are computed apart")
-    if args.episodes and not args.model:
-        raise SystemExit("found --episodes without --model, expected a model to start from")
-    if not args.episodes:
-        if not args.candidates:
-            raise SystemExit("found neither --episodes nor --candidates, expected episodes to train"
-                             " a critic on, or candidates that the critic in --output ranks")
-        training_flags = vars(args).keys() - {"output", "dtype", "candidates", "ranked"}
-        parser.refuse_ignored(args, sorted(training_flags), "without --episodes to train on")
+    parser.refuse_idle_critic(args, RANKING_FLAGS)
     return args
 
 
