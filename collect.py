@@ -49,7 +49,8 @@ import itertools
 import random
 import typing
 
-from colbench import DOMAINS, MAX_TURNS, agent_messages, agent_view, filled, split_message
+from colbench import (
+    DOMAINS, MAX_TURNS, agent_messages, agent_prompt_of, agent_view, split_message)
 from formats.outcome import outcome_of
 from formats.read import group_by_task, load_episodes, state_key
 from runtime.flags import FlagParser
@@ -80,7 +81,7 @@ def play(task, sample, agent, human, judge, rules):
     """
     domain = DOMAINS[task["domain"]]
     history = [{"role": "user", "content": task["problem_description"]}]
-    prompt = filled(rules.agent_prompt, {"max_turns": str(rules.max_turns)})
+    prompt = agent_prompt_of(task, rules.agent_prompt, rules.max_turns)
     answer, grade, error = None, None, None
     key = (task["task_id"], sample)
     call_numbers = itertools.count(1)  # each call has a seed of its own
