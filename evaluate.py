@@ -188,9 +188,8 @@ def score(policies, draws=2000):
     """What results.json holds. policies: name -> seeds, each a list of episodes."""
     task_ids, domain, unsolvable = shared_tasks(policies)
     metric = "success" if DOMAINS[domain].has_success else "reward"  # decides who is better
-    limits, reward_factor = dict(NUMBERS), 100
-    if DOMAINS[domain].logged:  # a log's reward may be any number
-        limits["reward"], reward_factor = None, 1
+    logged = DOMAINS[domain].logged  # then a reward may be any number
+    limits = NUMBERS | {"reward": None} if logged else NUMBERS
     task_draws = draw_counts(numpy.random.default_rng(0), len(task_ids), draws)  # (D, M)
     values = {}  # policy -> number -> (K, M)
     seed_draws = {}  # policy -> (D, K)
@@ -221,7 +220,7 @@ def score(policies, draws=2000):
     ranking = sorted(achieved, key=lambda name: -achieved[name])
     return {
         "domain": domain, "metric": metric, "reward_heading": DOMAINS[domain].reward_heading,
-        "reward_factor": reward_factor,  # what tables and charts multiply rewards by
+        "reward_factor": 1 if logged else 100,  # what tables and charts multiply rewards by
         "tasks": len(task_ids), "unsolvable": unsolvable, "draws": draws,
         "policies": facts, "ranking": ranking,
         "comparisons": comparisons([(name, first, key) for name in others
