@@ -32,8 +32,7 @@ import bisect
 import re
 import typing
 
-from judge.pages import (
-    PageJudge, extract_html, graded_page, last_page, official_addresses, solution_page)
+from judge.pages import PageJudge, graded_page, last_page, replace_page, solution_page
 from judge.sandbox import ANSWER_MARKER, BackendJudge
 from runtime.files import expect, without_nulls
 from runtime.templates import end_of_turn, render, template_ids, turn_ids
@@ -190,10 +189,7 @@ def human_page_view(task, history, prompt, judge):
     shown, wanted = last_page(history), solution_page(task["ground_truth"])
     agent_png = judge.picture(shown) if shown else None
     solution_png = judge.picture(wanted)
-    words = official_addresses(history[-1]["content"])  # extract_html does so, too
-    page = extract_html(words)  # so this is a part of `words`, letter by letter
-    if page:
-        words = words.replace(page, "[the page below]")
+    words = replace_page(history[-1]["content"], "[the page below]")
     parts = [{"type": "text", "text": filled(prompt, task | {"message": words})}]
     if agent_png is None:
         missing = "The designer's page cannot be drawn." if shown else "The designer shows no page."

@@ -47,6 +47,13 @@ def first_block(text, tag):
     return text[start:end + len(f"</{tag}>")]
 
 
+def replace_page(text, words):
+    """The message with `words` in the place of its page."""
+    text = official_addresses(text)  # as extract_html does, so the page is a part of this text
+    page = extract_html(text)
+    return text.replace(page, words) if page else text
+
+
 def last_page(history):
     """The last page that the agent showed, or the empty string."""
     for entry in reversed(history):
