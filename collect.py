@@ -220,12 +220,12 @@ def collect_states(args, process):
     if store.missing(jobs):
         agent = open_agent(args, process)
         # how many states: enough for several batches of a local model, which sorts them by length
-        at_once = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
+        in_flight = max(1, args.batch_size * agent.batches_at_once // args.num_candidates)
 
         def work(key):
             return candidates(jobs[key], agent, args.num_candidates, args.seed)
 
-        fill(store, jobs, work, (agent,), in_flight=at_once)
+        fill(store, jobs, work, (agent,), in_flight)
     return store.finish(jobs)
 
 
