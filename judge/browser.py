@@ -288,34 +288,25 @@ class Browser:
 
     def _start(self):
         self.close()
-        self.devtools = DevTools([*CHROMIUM_FLAGS, PAGE_SETTINGS], self._handle_event)
-        self.devtools.set_deadline(START_SECONDS)
+        self.devtools = devtools = DevTools([*CHROMIUM_FLAGS, PAGE_SETTINGS], self._handle_event)
+        devtools.set_deadline(START_SECONDS)
         self.pages_left = self.pages_per_start
         try:
-            self._open_page()
+            devtools.open_page()
+            devtools.call("Page.enable")
+            devtools.call("Fetch.enable")
+            devtools.call("Browser.setDownloadBehavior", behavior="deny")
+            devtools.call("Emulation.setScriptExecutionDisabled", value=True)
+            # `settled_page` stops animations, but not those of a page's own !important
+            devtools.call("Animation.enable")
+            devtools.call("Animation.setPlaybackRate", playbackRate=0)
+            devtools.call("Emulation.setDeviceMetricsOverride", width=PAGE_WIDTH,
+                          height=VIEW_HEIGHT, deviceScaleFactor=1, mobile=False)
         except PageError as error:
             raise SystemExit(
-                f"found that {self.devtools.executable} does not start ({error}), expected a"
+                f"found that {devtools.executable} does not start ({error}), expected a"
                 " headless Chromium; try `chromium --headless --dump-dom about:blank` in a shell"
             ) from error
-
-    def _open_page(self):
-        devtools = self.devtools
-        devtools.open_page()
-        devtools.call("Page.enable")
-        devtools.call("Fetch.enable")
-        devtools.call("Browser.setDownloadBehavior", behavior="deny")
-        devtools.call("Emulation.setScriptExecutionDisabled", value=True)
-        # `settled_page` stops animations, but not those of a page's own !important
-        devtools.call("Animation.enable")
-        devtools.call("Animation.setPlaybackRate", playbackRate=0)
-        devtools.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=PAGE_WIDTH,
-            height=VIEW_HEIGHT,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
 
     def _draw(self, html):
         devtools = self.devtools
