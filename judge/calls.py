@@ -42,9 +42,9 @@ WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:
 # Allowed with one argument fixed: call, argument, value. Sockets of a pair are local (AF_UNIX),
 # messages have no address, limits are those of the process itself.
 CONDITIONS = ("socketpair:53:199", 0, 1), ("sendto:44:206", 4, 0), ("prlimit64:302:261", 0, 0)
-# Refused with one argument of this value, in the same form: F_SETOWN and F_SETOWN_EX name another
-# process that a file is to send its signals to; F_SETLEASE lets all who open the file wait.
-FILE_COMMANDS = (("fcntl:72:25", 1, 8), ("fcntl:72:25", 1, 15), ("fcntl:72:25", 1, 1024))
+# Refused with these commands: F_SETOWN and F_SETOWN_EX name another process that a file is to send
+# its signals to; F_SETLEASE lets all who open the file wait.
+FCNTL, FILE_COMMANDS = "fcntl:72:25", (8, 15, 1024)
 # Of ioctl, only the type that Python needs, for descriptors and terminals, is allowed. Others name
 # owners of signals, too, or change the flags (chattr) of a file that is open for reading alone.
 IOCTL, TYPE_BITS, TERMINAL_TYPE = "ioctl:16:29", 0xFF00, 0x5400
@@ -59,7 +59,7 @@ KILLS = "kill:62:129 tgkill:234:131"
 # A filter cannot read its flags, which are in memory. With ENOSYS, "no such call", the C library
 # uses clone instead.
 CLONE3 = "clone3:435:435"
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, AUDIT_ARCH
 
 # Results of a filter, SECCOMP_RET_...: allow; fail with EPERM; fail with ENOSYS; end the process
 ALLOW, REFUSE, NO_SUCH_CALL, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
@@ -73,18 +73,16 @@ INSTALL_FILTER, FILTER_MODE = 22, 2  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 def worker_filter() -> bytes:
     """The allow-list: calls that are not on it fail, those of another machine end the process."""
-    program = [
+    return b"".join([
         instruction(LOAD, MACHINE),
         instruction(EQUAL, MACHINES[platform.machine()][1], 1, 0),
         instruction(RETURN, KILL),
         instruction(LOAD, CALL_NUMBER),
         if_call(f"{SYSTEM_CALLS} {WORKER_CALLS} {CLONE} {KILLS}", instruction(RETURN, ALLOW)),
-    ]
-    for call, argument, value in CONDITIONS:
-        program.append(fixed_argument(call, argument, value))
-    program.append(if_call(CLONE3, instruction(RETURN, NO_SUCH_CALL)))
-    program.append(instruction(RETURN, REFUSE))
-    return b"".join(program)
+        *(fixed_argument(*condition) for condition in CONDITIONS),
+        if_call(CLONE3, instruction(RETURN, NO_SUCH_CALL)),
+        instruction(RETURN, REFUSE),
+    ])
 
 
 def child_filter(process: int) -> bytes:
@@ -92,20 +90,17 @@ def child_filter(process: int) -> bytes:
 
     It also refuses the worker's own calls, such as putting on locks.
     """
-    program = [
+    return b"".join([
         instruction(LOAD, CALL_NUMBER),
         fixed_argument(CLONE, 0, THREAD, ANY_BIT),
         fixed_argument(KILLS, 0, process),
-    ]
-    for call, argument, value in FILE_COMMANDS:
-        program.append(refused_argument(call, argument, value))
-    program.append(refused_argument(IOCTL, 1, TERMINAL_TYPE, TYPE_BITS, unless=True))
-    for call, argument in OPENINGS:
-        for bits in ODD_OPENINGS:
-            program.append(refused_argument(call, argument, bits, OPEN_BITS))
-    program.append(if_call(WORKER_CALLS, instruction(RETURN, REFUSE)))
-    program.append(instruction(RETURN, ALLOW))
-    return b"".join(program)
+        *(refused_argument(FCNTL, 1, command) for command in FILE_COMMANDS),
+        refused_argument(IOCTL, 1, TERMINAL_TYPE, TYPE_BITS, unless=True),
+        *(refused_argument(call, argument, bits, OPEN_BITS)
+          for call, argument in OPENINGS for bits in ODD_OPENINGS),
+        if_call(WORKER_CALLS, instruction(RETURN, REFUSE)),
+        instruction(RETURN, ALLOW),
+    ])
 
 
 def install_filter(libc: ctypes.CDLL, program: bytes) -> bool:
@@ -151,7 +146,7 @@ def refused_argument(calls: str, argument: int, value: int, mask: int = 0xFFFFFF
 
 def if_call(calls: str, *instructions: bytes) -> bytes:
     """Run the instructions if the call is one of these, as far as this machine has them."""
-    column = 1 + MACHINES[platform.machine()][0]
+    column, _ = MACHINES[platform.machine()]
     program = []
     for call in calls.split():
         number = call.split(":")[column]
