@@ -35,7 +35,6 @@ from judge.values import describe
 PRELOADED = (
     "base64", "concurrent.futures.thread", "dataclasses", "difflib", "functools", "itertools",
     "pathlib", "shutil", "string", "subprocess", "tempfile", "textwrap", "typing", "weakref")
-SECONDS_OF_CHILD = 300
 
 
 def main(descriptor: int) -> None:
@@ -113,10 +112,10 @@ def run_child(
     """Put the last locks on this new child, then do its work. Never returns."""
     try:
         # The parent's clock is the limit; this one is for when the parent is gone.
-        set_limits({"CPU": SECONDS_OF_CHILD})
-        if sys.platform != "linux":  # where no filter of system calls forbids new processes
+        set_limits({"CPU": 300})  # seconds
+        if libc is None:  # not Linux: no filter of system calls forbids new processes
             set_limits({"NPROC": 0})
-        if libc:
+        else:
             libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
             if rules >= 0 and libc.syscall(RESTRICT_SELF, rules, 0) != 0:
                 os._exit(1)
@@ -154,8 +153,7 @@ def empty_folder(folder: str) -> None:
 # -----------------------------------------------------------------------------
 # Locks: limits, a user of its own, file rules
 
-MEMORY = 1 << 30
-LIMITS = {"AS": MEMORY, "NOFILE": 64, "FSIZE": 8 << 20, "CORE": 0, "STACK": 16 << 20}
+LIMITS = {"AS": 1 << 30, "NOFILE": 64, "FSIZE": 8 << 20, "CORE": 0, "STACK": 16 << 20}
 
 DEATH_SIGNAL, NO_DUMP, NO_NEW_PRIVILEGES = 1, 4, 38  # options of prctl
 # Flags of unshare: CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWUTS, CLONE_NEWUSER
@@ -177,9 +175,7 @@ def set_limits(limits: dict[str, int]) -> bool:
     for name, wanted in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
-        value = wanted
-        if hard != resource.RLIM_INFINITY:
-            value = min(wanted, hard)
+        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         try:
             resource.setrlimit(kind, (value, value))
         except (ValueError, OSError):  # macOS knows the name RLIMIT_AS and refuses the limit
@@ -254,8 +250,7 @@ def readable_paths() -> list[str]:
         "/etc/ld.so.cache",
         "/dev/urandom",
     ]
-    unique = dict.fromkeys(paths)
-    return [path for path in unique if os.path.isabs(path) and os.path.exists(path)]
+    return [path for path in paths if os.path.isabs(path) and os.path.exists(path)]
 
 
 def landlock_rules(libc: ctypes.CDLL, folder: str) -> int:
