@@ -344,13 +344,12 @@ class Outlined(ast.NodeTransformer):
 
     def visit_ListComp(self, node):
         self.generic_visit(node)  # its first iterable runs outside of it
-        items = ast.GeneratorExp(node.elt, node.generators)
-        return ast.List([ast.Starred(items, ast.Load())], ast.Load())
+        items = ast.Starred(ast.GeneratorExp(node.elt, node.generators), ast.Load())
+        if isinstance(node, ast.SetComp):
+            return ast.Set([items])
+        return ast.List([items], ast.Load())
 
-    def visit_SetComp(self, node):
-        self.generic_visit(node)
-        items = ast.GeneratorExp(node.elt, node.generators)
-        return ast.Set([ast.Starred(items, ast.Load())], ast.Load())
+    visit_SetComp = visit_ListComp
 
     def visit_DictComp(self, node):
         self.generic_visit(node)
