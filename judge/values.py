@@ -1,8 +1,8 @@
 """How values are compared: each is written as a text, and equal values have equal texts.
 
 The child calls `describe`, which gives the digest of the text. The parent calls `reason_of`, which
-compares the digests of solution and answer. So no `__eq__` of the answer takes part, and nothing
-large comes back. What "equal" means is Python's `==`, as far as `Canonical` knows the type.
+compares the digests of solution and answer. What "equal" means is Python's `==`, as far as
+`Canonical` knows the type.
 """
 
 import builtins
@@ -49,10 +49,10 @@ def describe(value, official: bool = False) -> str:
     """
     try:
         writer = Canonical(official)
-        described = f"={digest_of(writer.text(value))}"
+        digests = ["=" + digest_of(writer.text(value))]
         for kind in sorted(writer.seen):
-            described += f",{kind}{digest_of(Canonical(official, kind).text(value))}"
-        return described
+            digests.append(kind + digest_of(Canonical(official, kind).text(value)))
+        return ",".join(digests)
     except BaseException:  # the answer's own classes may raise anything while they are read
         return "incomparable"
 
@@ -66,7 +66,7 @@ class Canonical:
 
     Subclasses of built-in types are reduced to their base value by methods of the base, such as
     `int.__index__`, so that no method of the answer decides; those of library types speak for
-    themselves. The parent compares digests of the texts.
+    themselves.
     """
 
     def __init__(self, official: bool, own: str = ""):
@@ -203,14 +203,10 @@ def reason_of(expected: str, outcome: str) -> str:
         return "wrong"
     if not is_value(outcome):
         return outcome
-    ours, theirs = digests_of(expected), digests_of(outcome)
+    # "=", for a dict's equality, or a kind of OWN_EQUALITY -> digest
+    ours, theirs = ({digest[0]: digest[1:] for digest in described.split(",")}
+                    for described in (expected, outcome))
     shared = ours.keys() & theirs.keys()
-    equal = any(ours[kind] == theirs[kind] for kind in shared & {"", "c"})
+    equal = any(ours[kind] == theirs[kind] for kind in shared & {"=", "c"})
     in_order = all(ours[kind] == theirs[kind] for kind in shared & {"o"})
     return "passed" if equal and in_order else "wrong"
-
-
-def digests_of(outcome: str) -> dict[str, str]:
-    """Kind of OWN_EQUALITY, or "" for a dict's equality -> digest."""
-    first, *others = outcome.removeprefix("=").split(",")
-    return {"": first} | {other[0]: other[1:] for other in others}
