@@ -382,24 +382,21 @@ class Browser:
 def settled_page(html):
     """The page without animations, with Tailwind's script replaced by its style sheet."""
     html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
-    html = re.sub(r"<script([^<>]*)>[^<]*</script>", tailwind_link, html, flags=re.IGNORECASE)
-    html = re.sub(r"</?(animate\w*|set|marquee)(?![-\w])[^<>]*>", "", html, flags=re.IGNORECASE)
+    html = re.sub(r"(?i)<script([^<>]*)>[^<]*</script>", tailwind_link, html)
+    html = re.sub(r"(?i)</?(animate\w*|set|marquee)(?![-\w])[^<>]*>", "", html)
     # the height of such a part depends on whether Chromium has come to draw it
-    html = re.sub(r"content-visibility\s*:\s*auto", "content-visibility:visible", html,
-                  flags=re.IGNORECASE)
+    html = re.sub(r"(?i)content-visibility\s*:\s*auto", "content-visibility:visible", html)
     # such a picture may come after the screenshot
-    html = re.sub(r"(?<![-\w])decoding\s*=\s*([\"']?)async\1(?=[\s/>])", "", html,
-                  flags=re.IGNORECASE)
+    html = re.sub(r"(?i)(?<![-\w])decoding\s*=\s*([\"']?)async\1(?=[\s/>])", "", html)
     # controls change when their video fails to load, before or after the screenshot
-    html = re.sub(r"<(video|audio)(?![-\w])", r"<\1 preload=none ", html, flags=re.IGNORECASE)
+    html = re.sub(r"(?i)<(video|audio)(?![-\w])", r"<\1 preload=none ", html)
     # the style below reaches neither pictures in SVG nor frames
-    html = re.sub(r"(@|%40)(-\w+-)?keyframes", r"\1still", html, flags=re.IGNORECASE)
+    html = re.sub(r"(?i)(@|%40)(-\w+-)?keyframes", r"\1still", html)
     stop = "*,::before,::after{animation:none!important;transition:none!important}"
     stop += "progress:not([value]){appearance:none}"
     # autofocus comes before or after the screenshot, scrolls the page, and its caret blinks
     stop += "html{interactivity:inert!important}"
-    doctype = r"^\s*(<!doctype[^>]*>)?"
-    return re.sub(doctype, rf"\g<0><style>{stop}</style>", html, count=1, flags=re.IGNORECASE)
+    return re.sub(r"(?i)^\s*(<!doctype[^>]*>)?", rf"\g<0><style>{stop}</style>", html)
 
 
 def tailwind_link(script):
