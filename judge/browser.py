@@ -96,9 +96,7 @@ class Crash(PageError):
 
 def find_chromium():
     """The path of Chromium: the environment variable CHROMIUM, else a known name on PATH."""
-    names = CHROMIUM_NAMES
-    if "CHROMIUM" in os.environ:
-        names = (os.environ["CHROMIUM"],)
+    names = (os.environ["CHROMIUM"],) if "CHROMIUM" in os.environ else CHROMIUM_NAMES
     for name in names:
         path = shutil.which(name)
         if path:
@@ -413,34 +411,21 @@ def placeholder_picture(address):
     if identity:
         path = path.replace(identity.group(), "", 1)
     # Sizes are written /300/200, /300x200, /300 (a square) or ?w=300&h=200.
-    size = re.search(r"/(\d+)(?:[/x](\d+))?", path)
-    if not size:
-        size = re.search(r"[?&]w=(\d+)(?:.*[?&]h=(\d+))?", path)
-    width, height = "800", "600"
-    if size:
-        width = size.group(1)
-        height = size.group(2) or width
-    width = max(1, min(int(width[:6]), 2000))
-    height = max(1, min(int(height[:6]), 2000))
+    size = (re.search(r"/(\d+)(?:[/x](\d+))?", path)
+            or re.search(r"[?&]w=(\d+)(?:.*[?&]h=(\d+))?", path))
+    width, height = size.groups() if size else ("800", "600")
+    width, height = (max(1, min(int(side[:6]), 2000)) for side in (width, height or width))
     # a picture keeps its colour in another size, as a photo would
-    picture = path
+    picture = path.replace(size.group(), "", 1) if size else path
     if identity:
         picture = identity.group()
-    elif size:
-        picture = path.replace(size.group(), "", 1)
     digest = hashlib.sha256(picture.encode()).digest()
     colour = bytes(64 + byte // 2 for byte in digest[:3])
 
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)  # 8 bits a pixel, into a palette
     pixels = zlib.compress(bytes((width + 1) * height), 9)  # each row has one byte more: its filter
-    chunks = [
-        png_chunk(b"IHDR", header),
-        png_chunk(b"PLTE", colour),
-        png_chunk(b"IDAT", pixels),
-        png_chunk(b"IEND", b""),
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def png_chunk(kind, data):
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"PLTE", colour), (b"IDAT", pixels), (b"IEND", b"")):
+        png += struct.pack(">I", len(data)) + kind + data
+        png += struct.pack(">I", zlib.crc32(kind + data))
+    return png
