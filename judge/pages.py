@@ -98,11 +98,8 @@ def grade_page(task, answer, draw, clip=None):
         solution = draw(solution_page(task["ground_truth"]))
     except PageError as error:
         return Grade(0.0, None, {"page": SOLUTION_FAILED, "solution": str(error)})
-    if clip:
-        reward = clip.similarity(picture, solution)
-    else:
-        reward = embedded_similarity(picture, solution)
-    return Grade(reward, None, {"page": "rendered"})
+    similarity = clip.similarity if clip else embedded_similarity
+    return Grade(similarity(picture, solution), None, {"page": "rendered"})
 
 
 class PageJudge:

@@ -125,10 +125,8 @@ class Canonical:
                     parts.sort()
                 return opening + ",".join(parts) + closing
         if isinstance(value, range):
-            if value[:1] == value:  # empty or one number, whatever its step
-                ends = value
-            else:
-                ends = (value[0], value[-1], value.step)
+            short = value[:1] == value  # empty or one number, whatever its step
+            ends = value if short else (value[0], value[-1], value.step)
             return f"range{[format(end, 'x') for end in ends]}"
         return ""
 

@@ -202,9 +202,8 @@ def lock_down(libc: ctypes.CDLL, folder: str) -> tuple[dict[str, bool], int]:
     libc.prctl(DEATH_SIGNAL, signal.SIGUSR1, 0, 0, 0)
     rules = landlock_rules(libc, folder)
     status["files"] = rules >= 0
-    status["system calls"] = False
-    if platform.machine() in MACHINES and struct.calcsize("P") == 8:
-        status["system calls"] = install_filter(libc, worker_filter())
+    known = platform.machine() in MACHINES and struct.calcsize("P") == 8
+    status["system calls"] = known and install_filter(libc, worker_filter())
     return status, rules
 
 
