@@ -49,19 +49,18 @@ NO_ROOM = (
 
 
 def process_clocks(pid: int) -> tuple[float, float, float]:
-    """CPU seconds of a process in its own code, with those in the kernel, and the wall clock
-    without the time that it waited for a core.
+    """Seconds of a process: in its own code, with those in the kernel, and asleep.
 
     The first one limits an answer, since a page fault can cost much time in the kernel on a busy
-    machine. The last one limits an answer that sleeps.
+    machine. Of the last one, only differences say something. It waits for a core in none of them.
     """
     wall = time.monotonic()
     if sys.platform != "linux":
-        return wall, wall, wall
+        return wall, wall, 0.0
     # how the kernel numbers CPU clocks: MAKE_PROCESS_CPUCLOCK in include/linux/posix-timers.h
     user = time.clock_gettime((~pid << 3) | USER_CLOCK)
     total = time.clock_gettime((~pid << 3) | CPU_CLOCK)
-    return user, total, wall - waited_for_a_core(pid)
+    return user, total, wall - waited_for_a_core(pid) - total
 
 
 def waited_for_a_core(pid: int) -> float:
@@ -176,8 +175,8 @@ class Worker:
             # a job that was suspended (SIGSTOP, docker pause, scontrol) is no answer that sleeps
             stopped = time.monotonic() - looked - SUSPENDED
             if stopped > 0:
-                user, total, wall = started
-                started = user, total, wall + stopped
+                user, total, asleep = started
+                started = user, total, asleep + stopped
             looked = time.monotonic()
             *lines, rest = (rest + data).split(b"\n")
             for line in lines[:count - len(outcomes)]:  # an answer could write more
@@ -203,11 +202,8 @@ def thread_count(pid: int) -> int:
 
 def out_of_time(started: tuple, now: tuple, seconds: float) -> bool:
     """Whether a test that began at the clocks `started` has used up its time."""
-    user, total, wall = (end - start for start, end in zip(started, now, strict=True))
-    computes = user > seconds
-    stays_in_the_kernel = total > seconds * WALL_PER_CPU
-    sleeps = wall - total > seconds * WALL_PER_CPU
-    return computes or stays_in_the_kernel or sleeps
+    user, total, asleep = (end - start for start, end in zip(started, now, strict=True))
+    return user > seconds or max(total, asleep) > seconds * WALL_PER_CPU
 
 
 def close_workers(workers: set[Worker]) -> None:
