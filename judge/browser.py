@@ -77,7 +77,10 @@ TAILWIND_FILE = Path(__file__).parent / "tailwind-2.2.19.min.css.gz"
 TAILWIND_ADDRESS = re.compile(
     r"https?://(cdn\.tailwindcss\.com|[^/]+/([^?#]*/)?tailwindcss(@(\^|%5E)?|/)[12])"
 )
-TAILWIND_SCRIPTS = ("cdn.tailwindcss.com", "@tailwindcss/browser")  # of versions 3 and 4
+TAILWIND_SCRIPT = re.compile(  # of versions 3 and 4; the lookahead keeps the time linear
+    r"(?i)<script(?=[^<>]*(?:cdn\.tailwindcss\.com|@tailwindcss/browser))[^<>]*>[^<]*</script>"
+)
+TAILWIND_LINK = '<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
 PICTURE_HOST = re.compile(
     r"https?://(fastly\.)?(picsum\.photos|source\.unsplash\.com|images\.unsplash\.com)/"
 )
@@ -357,9 +360,8 @@ class Browser:
         elif address.startswith("data:"):
             self.devtools.send("Fetch.continueRequest", requestId=request)
         else:
-            reason = "BlockedByClient"
-            if is_document:
-                reason = "Aborted"  # leaves the page as it is; others show Chromium's error page
+            # "Aborted" leaves the page as it is; others show Chromium's error page
+            reason = "Aborted" if is_document else "BlockedByClient"
             self.devtools.send("Fetch.failRequest", requestId=request, errorReason=reason)
 
     def _fulfil(self, request, content_type, body):
@@ -380,7 +382,7 @@ class Browser:
 def settled_page(html):
     """The page without animations, with Tailwind's script replaced by its style sheet."""
     html = html.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
-    html = re.sub(r"(?i)<script([^<>]*)>[^<]*</script>", tailwind_link, html)
+    html = TAILWIND_SCRIPT.sub(TAILWIND_LINK, html)
     html = re.sub(r"(?i)</?(animate\w*|set|marquee)(?![-\w])[^<>]*>", "", html)
     # the height of such a part depends on whether Chromium has come to draw it
     html = re.sub(r"(?i)content-visibility\s*:\s*auto", "content-visibility:visible", html)
@@ -395,13 +397,6 @@ def settled_page(html):
     # autofocus comes before or after the screenshot, scrolls the page, and its caret blinks
     stop += "html{interactivity:inert!important}"
     return re.sub(r"(?i)^\s*(<!doctype[^>]*>)?", rf"\g<0><style>{stop}</style>", html)
-
-
-def tailwind_link(script):
-    """The link to a style sheet for a match that is Tailwind's script, else what stood there."""
-    if any(name in script[1].lower() for name in TAILWIND_SCRIPTS):
-        return '<link rel="stylesheet" href="https://cdn.tailwindcss.com">'
-    return script.group()
 
 
 def placeholder_picture(address):
