@@ -346,28 +346,19 @@ HOSTILE = {
 }
 
 
-GRADE_A_READER = """\
-import json, sys
-sys.path.insert(0, {root!r})
-from judge.sandbox import BackendJudge
-task = {{"ground_truth": "def f():\\n    return 'secret'", "test_cases": {{"t": "f()"}}}}
-answer = "def f():\\n    return open({path!r}).read()"
-with BackendJudge(workers=1) as judge:
-    print(json.dumps(judge.grade(task, answer).reasons))
-"""
-
-
 @needs_landlock
-def test_a_folder_that_a_pth_file_puts_on_the_path_is_closed_to_answers(judge, tmp_path):
-    assert judge.status["files"]
+def test_a_folder_that_a_pth_file_puts_on_the_path_is_closed_to_answers(monkeypatch, tmp_path):
     venv.create(tmp_path / "venv")
     data, = (tmp_path / "venv").glob("lib/python*/site-packages")
     data.joinpath("editable.pth").write_text(f"{tmp_path}\n")
-    (tmp_path / "secret.txt").write_text("secret")
-    script = GRADE_A_READER.format(root=str(ROOT), path=str(tmp_path / "secret.txt"))
-    done = subprocess.run([tmp_path / "venv/bin/python", "-c", script],
-                          capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == {"t": "raised PermissionError"}
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
+    with BackendJudge(workers=1) as alone:
+        assert alone.status["files"]
+        tests = [f"{str(tmp_path)!r} in sys.path", f"open({str(secret)!r}).read()"]
+        found = alone.outcomes("import sys", tests, 1.0)
+    assert found == [describe(True), "raised PermissionError"]
 
 
 OPENS_FILES = ("reads a file", "reads its tasks", "writes outside")  # Landlock alone stops these
