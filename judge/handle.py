@@ -130,12 +130,8 @@ class Worker:
             )
         return json.loads(line)
 
-    def run(self, job: bytes, count: int, seconds: float) -> tuple[list[str], str]:
-        """Run a job of `count` tests in a new child.
-
-        Returns the outcomes of the tests that finished, and why the child did not finish the rest
-        ("" if it did).
-        """
+    def run(self, job: bytes, count: int, seconds: float) -> list[str]:
+        """Run a job of `count` tests in a new child; the outcomes up to the test that ended it."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:  # open until the worker has it: macOS may shut a socket that is under way
@@ -152,7 +148,7 @@ class Worker:
 
     def collect(
         self, channel: socket.socket, child: int, job: bytes, count: int, seconds: float
-    ) -> tuple[list[str], str]:
+    ) -> list[str]:
         """Send the job, then read outcomes until the last one, an early end or a timeout."""
         outcomes = []
         rest = b""
@@ -162,16 +158,16 @@ class Worker:
             channel.shutdown(socket.SHUT_WR)
         while len(outcomes) < count:
             if thread_count(child) > MAX_THREADS:
-                return outcomes, "crashed"
+                return [*outcomes, "crashed"]
             try:
                 # Returns at the end of the stream; after POLL, with what has arrived by then.
                 data = channel.recv(1 << 16, WAIT)
                 if not data:
-                    return outcomes, "crashed"
+                    return [*outcomes, "crashed"]
             except BlockingIOError:
                 data = b""  # nothing arrived
             except ConnectionError:
-                return outcomes, "crashed"
+                return [*outcomes, "crashed"]
             # a job that was suspended (SIGSTOP, docker pause, scontrol) is no answer that sleeps
             stopped = time.monotonic() - looked - SUSPENDED
             if stopped > 0:
@@ -181,15 +177,15 @@ class Worker:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines[:count - len(outcomes)]:  # an answer could write more
                 if not OUTCOME.fullmatch(line):
-                    return outcomes, "crashed"  # not our line: the answer wrote to our socket
+                    return [*outcomes, "crashed"]  # not our line: the answer wrote to our socket
                 outcomes.append(line.decode())
             if lines:
                 started = process_clocks(child)  # of the test that runs now
             elif len(rest) > MAX_OUTCOME_BYTES:
-                return outcomes, "crashed"
+                return [*outcomes, "crashed"]
             elif out_of_time(started, process_clocks(child), seconds):
-                return outcomes, "timed out"
-        return outcomes, ""
+                return [*outcomes, "timed out"]
+        return outcomes
 
 
 def thread_count(pid: int) -> int:

@@ -267,10 +267,7 @@ class BackendJudge:
             if outcomes.count("timed out") == max_timeouts:
                 return outcomes + ["timed out"] * len(left)
             job = json.dumps({"code": code, "tests": left, "profile": self.profile}).encode()
-            finished, ending = worker.run(job, len(left), seconds)
-            outcomes += finished
-            if ending:  # the test after those that finished is the one that ended the child
-                outcomes.append(ending)
+            outcomes += worker.run(job, len(left), seconds)
         return outcomes
 
 
