@@ -129,7 +129,7 @@ def test_ctrl_c_ends_chromium(monkeypatch):
 
 @needs_chromium
 def test_a_browser_that_stands_still_costs_the_time_of_a_page():
-    with Browser(seconds_per_page=1) as browser:
+    with Browser() as browser:
         browser.render(PAGE)
         assert not os.get_blocking(browser.devtools.process.stdin.fileno())  # else this would hang
         os.killpg(browser.devtools.process.pid, signal.SIGSTOP)
