@@ -357,7 +357,10 @@ class Outlined(ast.NodeTransformer):
         return ast.Call(ast.Name("dict", ast.Load()), [pairs], [])
 
     def visit_FunctionDef(self, node):
-        return node  # comprehensions inside functions behave alike everywhere
+        body, node.body = node.body, []  # comprehensions inside functions behave alike everywhere
+        self.generic_visit(node)  # its decorators and defaults run outside of it
+        node.body = body
+        return node
 
     visit_Lambda = visit_FunctionDef
     visit_AsyncFunctionDef = visit_FunctionDef

@@ -182,6 +182,7 @@ A_CLASS = "import enum\nclass E(enum.Enum):\n    A = 1"
     (PLUS_ONE, COMPREHENSIONS, 0.25),
     (PLUS_ONE, ["f(1)", "[x for x in [f(i) for i in [1]]]"], 0.5),
     (f"S = {{i % 3 for i in range(9)}}\n{PLUS_ONE}", ["f(1)", "{i for i in [1]}"], 1.0),
+    ("N = 3\ndef f(n, table=[N * i for i in range(5)]):\n    return table[n]", ["f(1)"], 0.0),
     (BANNED_WORD, ["f(1)"], 0.0),
     (A_CLASS, ["E.A"], 0.0),
 ])
