@@ -150,7 +150,7 @@ class LocalSpeaker(Speaker):
                 cache.batch_select_indices(rows)
                 mask = mask[rows]
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
-            logits = self._read_picked(picked, cache, mask)
+            logits = self._forward(torch.tensor(picked, device=self.device)[:, None], mask, cache)
         return samples
 
     def _is_over(self, sample, prompt):
@@ -159,13 +159,12 @@ class LocalSpeaker(Speaker):
         return (sample.finished or length == self.max_new_tokens
                 or len(prompt) + length == self.context)
 
-    def _read_picked(self, picked, cache, mask):
-        """Read one token in each row; the logits of the next one, (R, V)."""
-        input_ids = torch.tensor(picked, device=self.device)[:, None]
-        positions = mask.sum(1, keepdim=True) - 1
+    def _forward(self, new_ids, mask, cache):
+        """Read the new tokens, (R, N), the last of each row; the logits of the next one, (R, V)."""
+        positions = (mask.cumsum(1)[:, -new_ids.shape[1]:] - 1).clamp(min=0)
         return self.model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions,
-            past_key_values=cache, use_cache=True).logits[:, -1]
+            input_ids=new_ids, attention_mask=mask, position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _read(self, prompts, caches):
         """Prefill: a cache of all prompts, its mask (R, T), and the next token's logits (R, V).
@@ -192,12 +191,8 @@ class LocalSpeaker(Speaker):
             mask[row, past - count:past] = 1
             mask[row, width - len(new_ids):] = 1
             input_ids[row, width - len(new_ids):] = torch.tensor(new_ids, device=self.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = joined_cache(caches, reused)
-        logits = self.model(
-            input_ids=input_ids[:, past:], attention_mask=mask, position_ids=positions[:, past:],
-            past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        return cache, mask, logits
+        return cache, mask, self._forward(input_ids[:, past:], mask, cache)
 
 
 def in_batches(items, length, tokens, size=None):
