@@ -71,30 +71,31 @@ class LocalSpeaker(Speaker):
 
     def reply(self, request):
         said = gather(self.speak, request)
-        if isinstance(said, RefusedDialogue):
-            raise SpeakerError(str(said), refused=True)
-        if not said:
-            raise SpeakerError(f"found a dialogue that fills the model's context of {self.context}"
-                               " tokens, expected a shorter one", refused=True)
+        if isinstance(said, SpeakerError):
+            raise said
         return said
 
     def speak(self, requests):
-        """For each request a list of n Utterances. It is empty if the prompt fills the context; if
-        the template refuses the messages, a RefusedDialogue stands in its place.
-        """
-        prompts, answers = {}, [[] for _ in requests]
+        """For each request a list of n Utterances, or the SpeakerError that prevents them."""
+        prompts, answers = {}, [None] * len(requests)
         for index, request in enumerate(requests):
             try:
-                prompts[index] = encode_prompt(self.tokenizer, request.messages)
+                ids = encode_prompt(self.tokenizer, request.messages)
             except RefusedDialogue as reason:  # Mistral's templates refuse an empty agent message
-                answers[index] = reason
+                answers[index] = SpeakerError(str(reason))
+                continue
+            if len(ids) < self.context:
+                prompts[index] = ids
+            else:
+                answers[index] = SpeakerError(
+                    f"found a dialogue that fills the model's context of {self.context} tokens,"
+                    " expected a shorter one")
 
         def order(index):  # not that of arrival: the same requests make the same batches
             return requests[index].n, len(prompts[index]), requests[index].seed
 
-        fitting = [index for index, ids in prompts.items() if len(ids) < self.context]
-        fitting.sort(key=order)
-        for n, same_n in itertools.groupby(fitting, lambda index: requests[index].n):
+        ordered = sorted(prompts, key=order)
+        for n, same_n in itertools.groupby(ordered, lambda index: requests[index].n):
             for batch in in_batches(same_n, lambda index: len(prompts[index]), TOKENS_AT_ONCE,
                                     max(1, self.batch_size // n)):
                 said = self._answer([requests[index] for index in batch],

@@ -356,7 +356,8 @@ def test_prompt_and_text_together_have_as_many_tokens_as_the_context(n):
     samples = talker._generate([[5] * 4, [5] * 7], [None, None], n, [0, 0])
     assert [len(sample.tokens) for sample in samples] == [6] * n + [3] * n
     talker.context = len(encode_prompt(talker.tokenizer, CONVERSATIONS[1]))
-    assert talker.speak([Request(CONVERSATIONS[1])]) == [[]]  # the prompt fills it
+    said, = talker.speak([Request(CONVERSATIONS[1])])
+    assert isinstance(said, SpeakerError)  # the prompt fills it
 
 
 def test_no_more_samples_than_batch_size_are_computed_together(monkeypatch):
