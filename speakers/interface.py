@@ -20,14 +20,7 @@ class Request(NamedTuple):
 
 
 class SpeakerError(Exception):
-    """Why one conversation could not be answered.
-
-    `refused`: the request itself is wrong (mostly too long), so a retry is useless.
-    """
-
-    def __init__(self, reason, refused=False):
-        super().__init__(reason)
-        self.refused = refused
+    """Why one conversation could not be answered."""
 
 
 class Utterance(NamedTuple):

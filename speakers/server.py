@@ -104,8 +104,8 @@ class ServerSpeaker(Speaker):
             request_seed = derive_seed(seed, len(utterances)) % 2**31
             try:
                 said = self._request(messages, missing, request_seed)
-            except SpeakerError as error:  # some servers refuse an `n` above 1
-                if missing == 1 or not error.refused:
+            except Refused:  # some servers refuse an `n` above 1
+                if missing == 1:
                     raise
                 said = self._request(messages, 1, request_seed)
                 one_by_one = True
@@ -140,13 +140,11 @@ class ServerSpeaker(Speaker):
                 reason, asked_pause = str(error), error.seconds
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason = str(error)
-                name = error.refused and refused_parameter(reason, body)
+                name = isinstance(error, Refused) and refused_parameter(reason, body)
                 if name:
                     left_out |= {name}
                     continue
-                if isinstance(error, WrongAddress) and not self.has_answered:
-                    self._give_up(reason)  # no other request would fare better
-                raise self._counted_failure(reason, error.refused) from None
+                raise self._counted_failure(reason, type(error)) from None
             else:
                 self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
@@ -172,15 +170,17 @@ class ServerSpeaker(Speaker):
                 reason += BUSY
             raise Unavailable(reason, seconds=0) from None
 
-    def _counted_failure(self, reason, refused=False):
-        """The SpeakerError of a failed request. After too many in a row, the server is given up."""
-        if refused and self.has_answered:
+    def _counted_failure(self, reason, kind=SpeakerError):
+        """The error of a failed request. After too many in a row, the server is given up."""
+        if kind is Refused and self.has_answered:
             self.failures_in_a_row = 0  # the server is alive, only this request is wrong
         else:
             self.failures_in_a_row += 1
-        if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            self._give_up(reason)
-        return SpeakerError(f"{self.url}: {reason}", refused)
+        # with a wrong address, no other request would fare better
+        hopeless = kind is WrongAddress and not self.has_answered
+        if hopeless or self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            self.given_up = self.given_up or f"{self.url}: {reason}"  # the first one says most
+        return kind(f"{self.url}: {reason}")
 
     def _body(self, messages, n, seed, left_out):
         """A request without some parameters, or with what takes their place."""
@@ -201,10 +201,6 @@ class ServerSpeaker(Speaker):
             other = OTHER_NAMES[name]
             instead = f"with {other} instead" if other else "without it"
             tqdm.write(f"{self.url}: refuses {name}; requests go on {instead}", sys.stderr)
-
-    def _give_up(self, reason):
-        if not self.given_up:  # the first reason says most
-            self.given_up = f"{self.url}: {reason}"
 
     def _tell(self, seconds, reason):
         """Print why a request has no answer after so many seconds, once until the next answer."""
@@ -256,7 +252,7 @@ class ServerSpeaker(Speaker):
             return Unavailable(reason, seconds)
         if error.code in WRONG_ADDRESS_STATUS:
             return WrongAddress(reason)
-        return SpeakerError(reason, refused=error.code in REFUSED_STATUS)
+        return Refused(reason) if error.code in REFUSED_STATUS else SpeakerError(reason)
 
     def _shown(self, text):
         """A server's words for a message, without the API key, which some servers repeat."""
@@ -342,6 +338,10 @@ def opener_for(url):
     """
     proxies = [urllib.request.ProxyHandler({})] if is_near(url) else []
     return urllib.request.build_opener(NoRedirects, *proxies)
+
+
+class Refused(SpeakerError):
+    """What a server says to a request that is itself wrong, so that a retry is useless."""
 
 
 class WrongAddress(SpeakerError):

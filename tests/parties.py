@@ -141,7 +141,7 @@ class Failing(Served):
             self.given_up = "it is down"
             raise SpeakerError("it is down")
         if self.fails(request):
-            raise SpeakerError("too long", refused=True)
+            raise SpeakerError("too long")
         return super().reply_to(request)
 
 

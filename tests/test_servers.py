@@ -25,7 +25,7 @@ from speakers import load_speaker
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance, stop_if_given_up
 from speakers.pool import run as run_jobs
 from speakers.server import (
-    MAX_FAILURES_IN_A_ROW, ServerSpeaker, opener_for, refused_parameter, utterances_of)
+    MAX_FAILURES_IN_A_ROW, Refused, ServerSpeaker, opener_for, refused_parameter, utterances_of)
 
 # -----------------------------------------------------------------------------
 # The speaker
@@ -316,7 +316,7 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(i
         for _ in range(2):
             errors = ask_all(speaker, CONVERSATIONS)
             for error in errors:
-                assert isinstance(error, SpeakerError) and error.refused
+                assert isinstance(error, Refused)
                 assert f"HTTP {status}: no such thing" in str(error)
     assert server.calls == 81
 
