@@ -30,7 +30,8 @@ from speakers.pool import elsewhere
 
 MAX_FAILURES_IN_A_ROW = 20  # requests, each with all retries; then it gives up on the server
 TOLD_AFTER = 10  # seconds that attempts of one request have failed, after which a message says so
-TRANSIENT_STATUS = (408, 409, 425, 429)  # worth a retry, as all from 500 up except 501
+# worth a retry; by 501, some servers say what others say by 404
+TRANSIENT_STATUS = (408, 409, 425, 429, 500, *range(502, 1000))
 REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 # before a first answer, these mean a wrong key, path or model name, or an address that has moved
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
@@ -86,7 +87,6 @@ class ServerSpeaker(Speaker):
         self.failures_in_a_row = 0
         self.told = False  # whether a message has named failed attempts since the last answer
         self.has_answered = False  # any request at all
-        self.given_up = None  # the reason, once the server is given up
         self.takes_n = False  # whether it has answered a request for more than one answer
         self.refuses_n = False  # whether it refuses such requests
         self.left_out = frozenset()  # parameters that it refuses, and that requests lack
@@ -137,7 +137,7 @@ class ServerSpeaker(Speaker):
             try:
                 utterances = self._attempt(body)
             except Unavailable as error:
-                reason, asked_pause = str(error), error.seconds
+                reason, asked_pause = error.args
             except SpeakerError as error:  # the request is wrong, and a retry would not mend it
                 reason = str(error)
                 name = isinstance(error, Refused) and refused_parameter(reason, body)
@@ -148,8 +148,7 @@ class ServerSpeaker(Speaker):
             else:
                 self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
-                if left_out:
-                    self._leave_out(left_out)
+                self._leave_out(left_out)
                 return utterances
             self._tell(time.monotonic() - began, reason)
             if attempt < self.retries - 1:
@@ -161,14 +160,12 @@ class ServerSpeaker(Speaker):
         """The utterances of one attempt; Unavailable if a retry may help, SpeakerError if not."""
         try:
             return utterances_of(self._ask("/chat/completions", body, self.timeout))
-        except (Unavailable, SpeakerError):
-            raise
         except (OSError, http.client.HTTPException, *SENSELESS) as error:
             # the connection was closed, nothing came, or the body is cut or makes no sense
             reason = self._shown(f"{type(error).__name__}: {error}")
             if isinstance(error, TimeoutError):  # a slow server may have a long queue
                 reason += BUSY
-            raise Unavailable(reason, seconds=0) from None
+            raise Unavailable(reason, 0) from None
 
     def _counted_failure(self, reason, kind=SpeakerError):
         """The error of a failed request. After too many in a row, the server is given up."""
@@ -226,15 +223,15 @@ class ServerSpeaker(Speaker):
         try:
             with self.opener.open(request, timeout=timeout) as response:
                 answer = read_within(response, timeout)
-            try:
-                return json.loads(answer)
-            except ValueError as error:
-                found = " ".join(answer.decode(errors="replace").split())  # maybe a web page
-                raise ValueError(f"{error} in the answer: {found}") from None
         except urllib.error.HTTPError as error:
             with error:
                 detail = read_within(error, timeout).decode(errors="replace")
             raise self._error_of(error, detail) from None
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            found = " ".join(answer.decode(errors="replace").split())  # maybe a web page
+            raise ValueError(f"{error} in the answer: {found}") from None
 
     def _error_of(self, error, detail):
         """What to raise for an HTTPError that came with these words of the server."""
@@ -242,8 +239,7 @@ class ServerSpeaker(Speaker):
         if "Location" in error.headers:  # a redirect
             detail = f"moved to {error.headers['Location']} ({detail})"
         reason = f"HTTP {error.code}: {self._shown(detail)}"
-        permanent = error.code == 501  # some servers say so where others say 404
-        if error.code in TRANSIENT_STATUS or (error.code >= 500 and not permanent):
+        if error.code in TRANSIENT_STATUS:
             seconds = retry_after(error)
             if error.code == 429:
                 reason += BUSY
@@ -269,18 +265,18 @@ class ServerSpeaker(Speaker):
         if models is None and self._models("/v1/models") is not None:
             raise SystemExit(f"{self.url}: found no API there but one at {self.url}/v1, expected"
                              f" the address of an OpenAI-compatible API; give {self.url}/v1")
-        # a proxy such as LiteLLM may list patterns ("openai/*") of the names that it takes
-        patterns = [model for model in models or () if "*" in model]
-        if not models or name in models or (name and patterns):
+        if not models or name in models:
             return name
-        if name is None and len(models) == 1 and not patterns:
-            return models[0]
+        # a proxy such as LiteLLM may list patterns ("openai/*") of the names that it takes
+        has_patterns = any("*" in model for model in models)
         if name is None:
+            if len(models) == 1 and not has_patterns:
+                return models[0]
             raise SystemExit(f"{self.url}: found {counted(len(models), 'model')}, expected the name"
                              f" of one of them: {listed(models)}; {NAME_FLAGS}")
         # `transformers serve` loads checkpoint directories that it does not list, and APIs on the
         # internet know further names for what they list, such as "models/NAME" without "models/"
-        if os.path.isdir(name) or not is_near(self.url):
+        if has_patterns or os.path.isdir(name) or not is_near(self.url):
             return name
         raise SystemExit(f"{self.url}: found no model {name!r} on this server, expected one"
                          f" of: {listed(models)}; {NAME_FLAGS}")
@@ -300,7 +296,7 @@ class ServerSpeaker(Speaker):
                 return list(dict.fromkeys(names)) if all_texts(names) else None
             except SpeakerError:
                 return None
-            except (OSError, http.client.HTTPException, *SENSELESS) as error:
+            except (Unavailable, OSError, http.client.HTTPException, *SENSELESS) as error:
                 failure = error
         if isinstance(failure, SENSELESS):
             return None
@@ -348,12 +344,8 @@ class WrongAddress(SpeakerError):
     """What a server says to a key, a path or a model's name that it does not know."""
 
 
-class Unavailable(OSError):
-    """An error that may be temporary, and the seconds that the server asks to wait (0: none)."""
-
-    def __init__(self, reason, seconds):
-        super().__init__(reason)
-        self.seconds = seconds
+class Unavailable(Exception):
+    """An error that may be temporary: (reason, seconds that the server asks to wait, or 0)."""
 
 
 def api_key(role):
