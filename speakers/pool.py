@@ -24,21 +24,14 @@ what another job holds while that one asks a model: hold no lock while you gathe
 """
 
 import contextlib
+import contextvars
 import itertools
 import threading
 from concurrent.futures import Future
 
 ALONE = threading.RLock()  # held while a thread outside of `run` computes
-
-
-class Current(threading.local):
-    """The pool and the job of a thread; both are None outside of `run`."""
-
-    pool = None
-    job = None
-
-
-CURRENT = Current()
+# The pool and the job of a thread
+CURRENT = contextvars.ContextVar("CURRENT", default=(None, None))  # as it is outside of `run`
 
 
 class Pool:
@@ -62,7 +55,7 @@ class Pool:
 
     def carry_out(self, job, function, argument):
         """What the thread of a job does."""
-        CURRENT.pool, CURRENT.job = self, job
+        CURRENT.set((self, job))
         try:
             job.set_result(function(argument))
         except BaseException as error:  # it is raised where the outcome is read
@@ -135,7 +128,7 @@ def run(function, arguments, size, on_answer=lambda: None):
 @contextlib.contextmanager
 def elsewhere():
     """Wait inside of this for anything but a model in this process; batches do not wait for you."""
-    pool, job = CURRENT.pool, CURRENT.job
+    pool, job = CURRENT.get()
     if pool is None:
         yield
         return
@@ -171,7 +164,7 @@ class JudgeElsewhere:
 
 def gather(compute, request):
     """compute([request, ...])[i], in one batch with what other jobs ask of the same function."""
-    pool, job = CURRENT.pool, CURRENT.job
+    pool, job = CURRENT.get()
     if pool is None:
         with ALONE:
             return compute([request])[0]
