@@ -138,7 +138,8 @@ class LocalSpeaker(Speaker):
                     sample.finished = True
                 else:
                     sample.tokens.append(token)
-                if not self._is_over(sample, prompt):
+                limit = min(self.max_new_tokens, self.context - len(prompt))
+                if not sample.finished and len(sample.tokens) < limit:
                     staying.append(row)
                 elif n == 1:
                     sample.cache = kept_cache(prompt + sample.tokens, cache, mask[row], row)
@@ -153,12 +154,6 @@ class LocalSpeaker(Speaker):
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], 1)
             logits = self._forward(torch.tensor(picked, device=self.device)[:, None], mask, cache)
         return samples
-
-    def _is_over(self, sample, prompt):
-        """Whether a sample leaves the batch: the model has ended it, or it is at a limit."""
-        length = len(sample.tokens)
-        return (sample.finished or length == self.max_new_tokens
-                or len(prompt) + length == self.context)
 
     def _forward(self, new_ids, mask, cache):
         """Read the new tokens, (R, N), the last of each row; the logits of the next one, (R, V)."""
