@@ -138,28 +138,22 @@ def say_if_untrainable(tokenizer, say):
 
 
 def players(args, agent, human, store):
-    """Who plays, as episodes say it: {"agent": ..., "human": ...}, a server by its model's name."""
+    """Who plays, as episodes say it: {"agent": ..., "human": ...}, a server by its model's name.
+
+    A server whose model is another one than when the run began is refused.
+    """
     names = {}
     for role, speaker in (("agent", agent), ("human", human)):
         spec = getattr(args, role).rstrip("/")  # as the record of the run has it
-        names[role] = getattr(speaker, "model_name", None) or spec
-        if names[role] != spec:
-            earlier = {row[role] for row in store.rows.values()}
-            refuse_other_model(spec, names[role], earlier, args.output)
+        name = getattr(speaker, "model_name", None) or spec
+        # an address stands where the server listed no model then
+        others = {row[role] for row in store.rows.values() if not is_server(row[role])} - {name}
+        if name != spec and others:
+            raise SystemExit(f"{spec}: found the model {name}, expected {min(others)}, which has"
+                             f" played the episodes in {args.output} so far; serve it again, or"
+                             " choose another --output")
+        names[role] = name
     return names
-
-
-def refuse_other_model(url, name, earlier, output):
-    """Refuse a server whose model is another one than when the run began, if no flag names it.
-
-    earlier: who has played the role so far. If the server listed no model then, its address stands
-    there.
-    """
-    others = {found for found in earlier if not is_server(found)} - {name}
-    if others:
-        raise SystemExit(f"{url}: found the model {name}, expected {min(others)}, which has played"
-                         f" the episodes in {output} so far; serve it again, or choose another"
-                         " --output")
 
 
 @contextlib.contextmanager
