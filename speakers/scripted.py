@@ -19,12 +19,10 @@ class ScriptedSpeaker(Speaker):
     reads_history = True
 
     def __init__(self, role, manner=""):
-        parties = {f"{known_role} {spec_of(known_manner)}"
-                   for _, known_role, known_manner in SCRIPTED}
         party = f"{role} {spec_of(manner)}"
+        parties = {f"{other} {spec_of(its_manner)}" for _, other, its_manner in SCRIPTED}
         if party not in parties:
-            names = ", ".join(sorted(parties))
-            raise SystemExit(f"found the {party}, expected one of: {names}")
+            raise SystemExit(f"found the {party}, expected one of: {', '.join(sorted(parties))}")
         self.role, self.manner = role, manner
 
     def reply(self, request):
