@@ -1,17 +1,14 @@
 """Sampling several texts for one prompt without a copy of the prompt's cache for each of them.
 
-Why it is here. A token's keys and values take 131 kB in an 8B Llama (32 layers x 2 x 8 heads x 128
-numbers x 2 bytes). If 256 samples each had a copy of their 2,048-token prompt, the copies alone
-would take 256 x 2,048 x 131 kB = 69 GB; with 16 samples to a prompt, one copy for each prompt takes
-4.3 GB. Each decoding step then also reads these 4.3 GB once, and not 69 GB. (This is arithmetic,
-not a measurement.)
+In an 8B Llama, the keys and values of 256 samples' prompts of 2,048 tokens would take 69 GB; with
+16 samples to a prompt, those of the 16 prompts take 4.3 GB, which each decoding step reads once.
 
-How it works. The attention of a new token runs over the prompt's tokens and over those that its
-sample has written so far. `SharedPrompts` keeps the two apart: one cache with a row for each
-prompt, one with a row for each sample. `shared_prompts_attention` computes the scores against
-both, takes one softmax over them together, and adds up both weighted sums of values. For the part
-against the prompt, the queries of all samples of a prompt are stacked as if they were one longer
-query, so that a single matrix product reads the prompt's keys once for all of them.
+The attention of a new token runs over the prompt's tokens and over those that its sample has
+written so far. `SharedPrompts` keeps the two apart: one cache with a row for each prompt, one with
+a row for each sample. `shared_prompts_attention` computes the scores against both, takes one
+softmax over them together, and adds up both weighted sums of values. For the part against the
+prompt, the queries of all samples of a prompt are stacked as if they were one longer query, so that
+a single matrix product reads the prompt's keys once for all of them.
 
 Letters in shapes: G prompts, R rows (samples in the batch), n samples for each prompt, H heads of
 keys, Q heads of queries for each head of keys, P prompt tokens, T own tokens, D size of a head.
