@@ -87,8 +87,8 @@ def refuse_blind(processor, path):
     text_alone = [{"role": "user", "content": [text]}]
     try:
         picture_inputs(processor, [with_picture])
-        rendered = render(processor.tokenizer, local_images(with_picture))
-        if rendered == render(processor.tokenizer, local_images(text_alone)):
+        seen, _ = local_images(with_picture)
+        if render(processor.tokenizer, seen) == render(processor.tokenizer, text_alone):
             # transformers 5.20 raises no error of its own
             raise ValueError("Found total 0 places for a picture")
     except (ValueError, TypeError, IndexError) as error:
@@ -104,27 +104,28 @@ def picture_inputs(processor, conversations):
     tokens = processor.tokenizer.added_tokens_decoder.values()
     special = "|".join(re.escape(str(token)) for token in tokens if token.special)
     conversations = [local_images(messages, special) for messages in conversations]
-    texts = [render(processor.tokenizer, messages) for messages in conversations]
-    pictures = [pictures_in(messages) for messages in conversations]
+    texts = [render(processor.tokenizer, messages) for messages, _ in conversations]
+    pictures = [images for _, images in conversations]
     return processor(
         text=texts, images=pictures if any(pictures) else None, padding=True, padding_side="left",
         add_special_tokens=False, return_tensors="pt")
 
 
 def local_images(messages, unwanted=""):
-    """The messages with PIL images in place of data addresses, as chat templates take them.
+    """(messages as chat templates take them, with images in place of data addresses; the images).
 
     Matches of the pattern `unwanted` are removed from the texts.
     """
-    converted = []
+    converted, images = [], []
     for message in messages:
         content = message["content"]
         if isinstance(content, str):
             content = without(content, unwanted)
         else:
             content = [local_part(part, unwanted) for part in content]
+            images += [part["image"] for part in content if part["type"] == "image"]
         converted.append({**message, "content": content})
-    return converted
+    return converted, images
 
 
 def local_part(part, unwanted):
@@ -140,13 +141,6 @@ def without(text, unwanted):
     while (shorter := re.sub(unwanted, "", text)) != text:
         text = shorter
     return text
-
-
-def pictures_in(messages):
-    """The images of messages that `local_images` has made."""
-    parts = [part for message in messages if not isinstance(message["content"], str)
-             for part in message["content"]]
-    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 # -----------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_human_sees_the_solutions_picture_but_none_of_its_html():
     assert "a {page}" in text and "see {x}" in text and "bg-red-500" not in text
     addresses = [part["image_url"]["url"] for part in parts_of(message, "image_url")]
     assert [base64.b64decode(address.split(",")[1]) for address in addresses] == [png, png]
-    (local,) = local_images(messages)
+    (local,), _ = local_images(messages)
     assert [part["image"].size for part in parts_of(local, "image")] == [(4, 5)] * 2
 
     history[1]["content"] = "see {x}"
