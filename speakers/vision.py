@@ -2,17 +2,16 @@
 
 import base64
 import inspect
-import io
 import itertools
 import re
 
 import torch
 import transformers
-from PIL import Image
 from transformers.models.auto.processing_auto import processor_class_from_name
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from colbench import image_part
+from judge.browser import placeholder_picture
 from judge.pages import open_picture
 from runtime.models import load_config, load_model
 from runtime.templates import render
@@ -80,9 +79,8 @@ def without_videos(base):
 
 def refuse_blind(processor, path):
     """Refuse a processor whose chat template, such as that of a text model, takes no pictures."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, "PNG")
-    picture, text = image_part(file.getvalue()), {"type": "text", "text": "x"}
+    picture = image_part(placeholder_picture("https://picsum.photos/64/64"))
+    text = {"type": "text", "text": "x"}
     with_picture = [{"role": "user", "content": [picture, text]}]
     text_alone = [{"role": "user", "content": [text]}]
     try:
