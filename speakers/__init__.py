@@ -5,9 +5,11 @@ library; torch and transformers are loaded only for a speaker that runs a model 
 """
 
 from runtime.names import check_spec, is_scripted, is_server
-from speakers.interface import DEFAULT_SETTINGS
+from speakers.interface import SpeakerSettings
 from speakers.scripted import ScriptedSpeaker
 from speakers.server import ServerSpeaker
+
+DEFAULT_SETTINGS = SpeakerSettings()
 
 
 def load_speaker(spec, role="agent", settings=DEFAULT_SETTINGS, pictures=False):

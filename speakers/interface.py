@@ -68,9 +68,6 @@ class SpeakerSettings(NamedTuple):
     dtype: str | None = None  # for local models; None: bf16 on a GPU, fp32 on a CPU
 
 
-DEFAULT_SETTINGS = SpeakerSettings()
-
-
 def stop_if_given_up(*speakers):
     """End a run whose server does not answer, once all that was in flight is on disk."""
     for speaker in speakers:

@@ -16,7 +16,7 @@ from runtime.models import context_length, load_model, load_tokenizer
 from runtime.seeds import derive_seed
 from runtime.templates import RefusedDialogue, UnnestedTemplate, end_of_turn, render
 from speakers.attention import share_prompts
-from speakers.interface import DEFAULT_SETTINGS, Speaker, SpeakerError, Utterance
+from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import gather
 
 # Prompt tokens of a batch, padding included. In an 8B Llama, their keys and values take 17 GB,
@@ -54,7 +54,7 @@ class LocalSpeaker(Speaker):
 
     batches_at_once = 8  # so that it can form batches of prompts of similar length
 
-    def __init__(self, path, settings=DEFAULT_SETTINGS, model=None, tokenizer=None):
+    def __init__(self, path, settings, model=None, tokenizer=None):
         if tokenizer is None:
             tokenizer = load_tokenizer(path)
         if model is None:
