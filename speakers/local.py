@@ -156,7 +156,7 @@ class LocalSpeaker(Speaker):
         return samples
 
     def _forward(self, new_ids, mask, cache):
-        """Read the new tokens, (R, N), the last of each row; the logits of the next one, (R, V)."""
+        """Read new tokens, those of the last columns of `mask`; the next one's logits, (R, V)."""
         positions = (mask.cumsum(1)[:, -new_ids.shape[1]:] - 1).clamp(min=0)
         return self.model(
             input_ids=new_ids, attention_mask=mask, position_ids=positions,
