@@ -261,10 +261,14 @@ class ServerSpeaker(Speaker):
 
     def _checked_name(self, name):
         """The model to ask for, compared with the server's list where it has one."""
-        models = self._models("/models")
-        if models is None and self._models("/v1/models") is not None:
-            raise SystemExit(f"{self.url}: found no API there but one at {self.url}/v1, expected"
-                             f" the address of an OpenAI-compatible API; give {self.url}/v1")
+        try:
+            models = self._models("/models")
+            if models is None and self._models("/v1/models") is not None:
+                raise SystemExit(f"{self.url}: found no API there but one at {self.url}/v1,"
+                                 " expected the address of an OpenAI-compatible API; give"
+                                 f" {self.url}/v1")
+        except Unavailable:  # requests have more patience with its faults
+            return name
         if not models or name in models:
             return name
         # a proxy such as LiteLLM may list patterns ("openai/*") of the names that it takes
@@ -284,7 +288,7 @@ class ServerSpeaker(Speaker):
     def _models(self, path):
         """The names of the models that the server lists under `path`.
 
-        None if there is no list, [] if there is none at the moment. A server that nobody can
+        None if there is no list; Unavailable if that remains open. A server that nobody can
         connect to ends the run.
         """
         for attempt in range(MODEL_LIST_ATTEMPTS):
@@ -309,7 +313,7 @@ class ServerSpeaker(Speaker):
                                  " SSL_CERT_FILE, then rerun the command")
             raise SystemExit(f"{self.url}: found no server ({reason}), expected one that answers;"
                              " start it or correct the address, then rerun the command")
-        return []  # requests have more patience with its faults
+        raise Unavailable(str(failure), 0)
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -383,7 +387,7 @@ def retry_after(error):
         try:
             date = email.utils.parsedate_to_datetime(asked)
             seconds = (date - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
-        except (ValueError, TypeError):  # no date, or one without a time zone
+        except (ValueError, TypeError, OverflowError):  # no date, or one without a time zone
             seconds = 0
     return min(max(seconds, 0), MAX_RETRY_AFTER)
 

@@ -394,6 +394,7 @@ def paused(monkeypatch):
     (503, "3600", 60),  # nobody waits an hour
     (429, "0", 0),
     (429, "Wed, 21 Oct 2026 07:28:00 GMT", 0),
+    (503, "Wed, 21 Oct 99999999999 07:28:00 GMT", 0),
     (429, "-1", 0),
     (429, "1e9", 0),
     (429, "\xb2", 0),
@@ -525,6 +526,15 @@ def test_another_address_of_a_server_is_a_sentence_with_that_of_its_api(end, nam
             load_speaker(server.url.removesuffix("/v1") + end, settings=named(name))
     assert str(message.value).endswith(f"give {server.url}")
     assert server.calls == 0 and ("completions" not in end or not server.seen_keys)
+
+
+def test_a_fault_at_an_address_that_nobody_gave_is_no_sign_of_an_api_there(impatient):
+    def faulty(handler):
+        return handler.reply(404 if handler.path == "/v1/models" else 503, b"no")
+
+    with running(echo, get=faulty) as server:
+        ask_all(load_speaker(server.url), CONVERSATIONS[:1])
+    assert server.calls == 1
 
 
 def test_a_proxy_that_lists_patterns_is_asked_for_the_name_that_it_is_given():
