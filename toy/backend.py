@@ -319,8 +319,8 @@ def backend_demonstrator(task, messages, draw, habits, informed=False):
     """
     num_needed, details = read_request(messages), task["toy"]["details"]
     preferred = details_in(task["ground_truth"]) if informed else task["toy"]["likely"]
-    own_messages = [message for message in messages if message["role"] == "assistant"]
-    asked = [asked_about(message["content"]) for message in own_messages]
+    asked = [asked_about(message["content"]) for message in messages
+             if message["role"] == "assistant"]
     told = details_told(messages)
     known = [(detail, told[detail]) for detail in DETAILS if detail in asked and detail in told]
     if len(known) >= num_needed:
@@ -391,10 +391,8 @@ def detail_to_ask(asked, details, preferred, habits, draw):
     """The detail that the demonstrator asks for next."""
     if asked and draw.random() < habits.ask_again:
         return draw.choice(asked)
-    not_asked = [detail for detail in details if detail not in asked]
     hoped_for = [detail for detail in preferred if detail not in asked]
     if hoped_for and draw.random() < habits.ask_preferred:
         return draw.choice(hoped_for)
-    if not_asked:
-        return draw.choice(not_asked)
-    return draw.choice(asked)
+    not_asked = [detail for detail in details if detail not in asked]
+    return draw.choice(not_asked or asked)

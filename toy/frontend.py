@@ -150,10 +150,7 @@ def frontend_demonstrator(task, messages, draw, informed=False):
 
 def wish_in(text, slot):
     """The word that a message of the human gives for a slot, or None."""
-    for word in SLOTS[slot]:
-        if f"{word} {slot}" in text:
-            return word
-    return None
+    return next((word for word in SLOTS[slot] if f"{word} {slot}" in text), None)
 
 
 def page_topic(messages):

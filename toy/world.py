@@ -61,15 +61,13 @@ INFORMED = NOISY._replace(ask_preferred=0.6)  # of those that the solution names
 # -----------------------------------------------------------------------------
 # Tasks
 
-TOY_TASKS = 1000  # unless a number is given
-
 
 def toy_tasks(spec, num_tasks=None):
-    """The first `num_tasks` tasks of `toy:DOMAIN:SPLIT` or `toy:backend:SPLIT:WORLD`.
+    """The first tasks of `toy:DOMAIN:SPLIT` or `toy:backend:SPLIT:WORLD`, 1,000 by default.
 
     WORLD is the number of topics, or all parameters, as in 64/10/5/4-5.
     """
-    num_tasks = num_tasks or TOY_TASKS
+    num_tasks = num_tasks or 1000
     found = re.fullmatch(r"toy:(backend|frontend):(train|valid|test)(?::([\d/-]+))?", spec)
     if found is None or (found[3] and found[1] != "backend"):
         raise SystemExit(
