@@ -91,7 +91,10 @@ def complete_episode(row, where="episode"):
         if not turns:
             raise SystemExit(f"{where}: found a dialogue of {len(history)} messages without an"
                              " agent turn, expected at least one")
-        reward = checked_reward(row, domain, where)
+        reward = expect(row, "reward", NUMBER, where)
+        if not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
+            raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1;"
+                             " only logs may have others, which are finite")
         if domain.has_success:
             success = reward == 1
     if row.get("success") not in (None, success):
@@ -109,15 +112,6 @@ def complete_episode(row, where="episode"):
         raise SystemExit(f"{where}: found sample {episode['sample']} and leak {episode['leak']},"
                          " expected an index from 0 up and a share between 0 and 1")
     return episode
-
-
-def checked_reward(row, domain, where):
-    """The reward of an episode that no error has stopped."""
-    reward = expect(row, "reward", NUMBER, where)
-    if not (0 <= reward <= MOST_REWARD or (domain.logged and is_finite(reward))):
-        raise SystemExit(f"{where}: found reward {reward}, expected a number between 0 and 1;"
-                         " only logs may have others, which are finite")
-    return reward
 
 
 def read_episodes(path, tasks=None, rows=None):
@@ -316,7 +310,7 @@ def check_keys(row, needed, optional, where):
             expect(row, key, kind, where)
 
 
-def check_history(history, where, in_turn=True):
+def check_history(history, where, in_turn):
     """Refuse a dialogue in which user and assistant do not take turns, the user first.
 
     In a log, roles may follow each other in any order, but a user comes before the assistant.
