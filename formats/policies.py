@@ -62,12 +62,11 @@ def shared_tasks(policies):
 def facts_of(policy):
     """Who played the episodes of a policy, how they were graded, and what went wrong."""
     episodes = [episode for of_seed in policy for episode in of_seed]
-    chosen = [episode for episode in episodes if (episode.get("best_of_n") or 1) > 1]
     return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
             "judges": values_of(episodes, "judge"), "prompts": values_of(episodes, "agent_prompt"),
             "best_of": sorted({(episode["best_of_n"], episode.get("scorer") or "a critic")
-                               for episode in chosen}),
+                               for episode in episodes if (episode.get("best_of_n") or 1) > 1}),
             "max_turns": max(episode["max_turns"] or 0 for episode in episodes) or None,
             "errors": Counter(episode["error"] for episode in episodes if episode["error"])}
 
