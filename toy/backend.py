@@ -283,10 +283,8 @@ def random_text(draw):
 
 def asked_about(text):
     """The first detail that a message mentions, or None."""
-    for word in re.findall(r"[a-z]+", text.lower()):
-        if word in DETAILS:
-            return word
-    return None
+    words = re.findall(r"[a-z]+", text.lower())
+    return next((word for word in words if word in DETAILS), None)
 
 
 def backend_human(task, messages, draw):
@@ -323,11 +321,8 @@ def backend_demonstrator(task, messages, draw, habits, informed=False):
              if message["role"] == "assistant"]
     told = details_told(messages)
     known = [(detail, told[detail]) for detail in DETAILS if detail in asked and detail in told]
-    if len(known) >= num_needed:
-        answer_probability = habits.answer_complete
-    else:
-        answer_probability = habits.answer_incomplete
-    if draw.random() < answer_probability:
+    complete = len(known) >= num_needed
+    if draw.random() < (habits.answer_complete if complete else habits.answer_incomplete):
         return f"{ANSWER_MARKER}\n{code_of(with_slips(known, habits, draw))}"
     detail = detail_to_ask(asked, details, preferred, habits, draw)
     return draw.choice(QUESTIONS).format(detail)
@@ -365,14 +360,9 @@ def details_in(solution):
 
 def details_told(messages):
     """{detail: option} of all wishes that the human has stated; a later one replaces an earlier."""
-    told = {}
-    for message in messages:
-        if message["role"] == "user":
-            for phrase in re.findall(r"Please ([^.]+)\.", message["content"]):
-                if phrase in PHRASES:
-                    detail, option = PHRASES[phrase]
-                    told[detail] = option
-    return told
+    phrases = [phrase for message in messages if message["role"] == "user"
+               for phrase in re.findall(r"Please ([^.]+)\.", message["content"])]
+    return dict(PHRASES[phrase] for phrase in phrases if phrase in PHRASES)
 
 
 def with_slips(known, habits, draw):

@@ -128,10 +128,7 @@ def frontend_demonstrator(task, messages, draw, informed=False):
     for slot, words in SLOTS.items():
         wish = wish_in(last_words, slot) or wanted.get(slot)
         if wish and draw.random() < 0.75:
-            if draw.random() < 0.85:
-                choice[slot] = wish
-            else:
-                choice[slot] = draw.choice(list(words))
+            choice[slot] = wish if draw.random() < 0.85 else draw.choice(list(words))
             plan.append(f"{choice[slot]} {slot}")
     if last and draw.random() < 0.2:
         broken = draw.choice(list(SLOTS))
