@@ -288,6 +288,8 @@ def test_candidates_are_ranked_by_true_credit_or_at_random(tasks, tmp_path, caps
     source, true, drawn = (tmp_path / f"{name}.jsonl" for name in ("source", "true", "random"))
     failed = {"task": tasks[3], "sample": 0, "turn": 0, "messages": [], "error": "refused"}
     write_jsonl(source, [*map(state, tasks[:3]), failed])
+    with pytest.raises(SystemExit, match="--seed 3, which is ignored by true credit"):
+        main(["rank", str(source), "--output", str(true), "--seed", "3"])
     main(["rank", str(source), "--output", str(true)])
     main(["rank", str(source), "--output", str(drawn), "--ranker", "random", "--seed", "3"])
     assert "1 failed" in capsys.readouterr().out

@@ -190,6 +190,9 @@ def rank_command(args):
     if args.ranker == "random":
         advantages, ranker = [random_advantages(state, args.seed) for state in states], "random"
     else:
+        if args.seed:
+            raise SystemExit(f"found --seed {args.seed}, which is ignored by true credit; expected"
+                             " it to be omitted")
         check_world(states, args.candidates)
         advantages = [[credit.value for credit in credits] for credits in credits_of(states)]
         ranker = "true credit"
