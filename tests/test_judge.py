@@ -158,12 +158,20 @@ def test_a_value_without_equality_or_too_large_is_not_comparable():
     assert reason_of("incomparable", "incomparable") == "wrong"
 
 
-@pytest.mark.parametrize("call", ["random.random()", "random.gauss(0, 1)", "numpy.random.rand(3)"])
-def test_every_test_of_every_job_begins_with_the_same_random_numbers(judge, call):
+@pytest.mark.parametrize("call", ["random.random()", "random.gauss(0, 1)", "numpy.random.rand()"])
+def test_every_test_of_every_answer_begins_with_the_same_random_numbers(judge, call):
     pytest.importorskip("numpy")
-    first, *others = [outcome for _ in range(2)
-                      for outcome in judge.outcomes("import numpy, random", [call, call], 1.0)]
+    code, calls = "import numpy, random", [call, call]
+    first, *others = judge.outcomes(code, calls, 1.0) + judge.outcomes(code, calls, 1.0)
     assert others == [first] * 3 and is_value(first)
+
+
+def test_sets_have_one_order_in_all_workers():
+    found = []
+    for _ in range(2):
+        with BackendJudge(workers=1) as alone:
+            found += alone.outcomes("", ["str(set('abcdefghijkl'))"], 1.0)
+    assert found[0] == found[1] and is_value(found[0])
 
 
 FACTORIAL = "def f(n):\n    return n * f(n - 1) if n else 1"
@@ -231,6 +239,13 @@ def test_code_in_a_list_loses_the_lists_indentation(answer):
     code = f"import math\n\n{DOUBLE['ground_truth']}"
     indented = textwrap.indent(code if answer == "{}" else f"```python\n{code}\n```", "   ")
     assert extract_code(answer.format(indented)) == code
+
+
+@pytest.mark.parametrize("word", ["import os", "from os", "import sys", "from sys", "sudo",
+                                  "transformers", "exit(", "quit(", "argparse"])
+def test_the_official_profile_takes_no_code_with_a_word_that_it_bans(word):
+    code = f"def f(n):\n    return {word!r}"
+    assert extract_code(code, "official") == "" and extract_code(code) == code
 
 
 @pytest.mark.parametrize("fence", ["X", "```python\nX\n```"])
@@ -647,6 +662,12 @@ def test_an_answer_that_rebinds_builtins_changes_nothing_of_what_is_said_of_it(j
     assert outcomes == [describe(4), describe([1.5, {"a": ()}]), "raised ZeroDivisionError"]
 
 
+def test_an_answer_may_define_classes_that_look_up_their_module(judge):
+    code = ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int'\n"
+            "def f(n):\n    return P(n).x * 2")
+    assert judge.grade(DOUBLE, code).success
+
+
 def test_scratch_is_emptied_whatever_the_answer_left_in_it_and_no_link_is_followed(tmp_path):
     (tmp_path / "mine").touch()
     answer = (
@@ -686,6 +707,18 @@ def test_tests_after_two_time_outs_of_an_answer_run_in_the_official_profile_alon
     assert list(reasons.values()) == ["passed", "timed out", "timed out", last]
 
 
+@pytest.mark.parametrize("wait", [
+    "time.sleep(20)",  # it computes nothing
+    pytest.param("with open('/dev/urandom', 'rb', buffering=0) as file:\n"
+                 "        while time.process_time() < 5: file.read(1 << 24)",  # it is in the kernel
+                 marks=needs_linux)], ids=["sleeps", "stays in the kernel"])
+def test_an_answer_is_out_of_time_that(wait):
+    task = {"ground_truth": "def f(n):\n    return n", "test_cases": {"test1": "f(1)"}}
+    with BackendJudge(workers=1, seconds=0.2) as quick:
+        found = quick.grade(task, f"import time\ndef f(n):\n    {wait}\n    return n")
+    assert found.reasons == {"test1": "timed out"}
+
+
 @pytest.mark.parametrize("noise", [
     "b'x' * 10 ** 7",
     "b'=' + b'0' * 32 + b'\\n'",
@@ -705,6 +738,17 @@ def test_bytes_written_to_the_judges_socket_never_earn_credit_nor_harm_it(judge,
     )
     assert judge.grade(DOUBLE, answer).reward == 0
     assert judge.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+def test_an_answer_that_writes_without_an_end_is_ended_at_its_first_bytes(judge):
+    answer = (
+        "import contextlib, os\n"
+        "def f(n):\n"
+        "    while True:\n"
+        "        for fd in range(3, 64):\n"
+        "            with contextlib.suppress(OSError): os.write(fd, b'x' * 4096)\n"
+    )
+    assert set(judge.grade(DOUBLE, answer).reasons.values()) == {"crashed"}
 
 
 @pytest.mark.slow
@@ -737,6 +781,15 @@ def test_a_worker_that_dies_is_replaced_and_the_answer_graded():
         for worker in alone.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
         assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+
+
+def test_a_worker_that_has_ended_before_it_forked_is_noticed():
+    worker = Worker.__new__(Worker)
+    worker.control, its_end = socket.socketpair()
+    with worker.control, its_end:
+        its_end.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError):
+            worker.run(b"", 1, 1.0)
 
 
 def test_a_worker_that_hangs_is_told_and_ended_with_its_folder(monkeypatch):
@@ -1046,55 +1099,3 @@ def test_a_job_that_was_suspended_times_no_answer_out():
         for pid in suspended:
             os.kill(pid, signal.SIGCONT)
         assert process.stdout.read() == "1.0\n"
-
-
-def test_sets_have_one_order_in_all_workers():
-    found = []
-    for _ in range(2):
-        with BackendJudge(workers=1) as alone:
-            found += alone.outcomes("", ["str(set('abcdefghijkl'))"], 1.0)
-    assert found[0] == found[1] and is_value(found[0])
-
-
-@pytest.mark.parametrize("word", ["import os", "from os", "import sys", "from sys", "sudo",
-                                  "transformers", "exit(", "quit(", "argparse"])
-def test_the_official_profile_takes_no_code_with_a_word_that_it_bans(word):
-    code = f"def f(n):\n    return {word!r}"
-    assert extract_code(code, "official") == "" and extract_code(code) == code
-
-
-STAYS_IN_THE_KERNEL = ("with open('/dev/urandom', 'rb', buffering=0) as file:\n"
-                       "    while time.process_time() < 5: file.read(1 << 24)\n")
-
-
-@pytest.mark.parametrize("code", [
-    "time.sleep(20)", pytest.param(STAYS_IN_THE_KERNEL, marks=needs_linux)])
-def test_an_answer_is_out_of_time_though_its_own_code_computes_nothing(code):
-    with BackendJudge(workers=1, seconds=0.2) as quick:
-        assert quick.outcomes(f"import time\n{code}", ["1"], 0.2) == ["timed out"]
-
-
-def test_an_answer_that_writes_without_an_end_is_ended_at_its_first_bytes(judge):
-    answer = (
-        "import contextlib, os\n"
-        "def f(n):\n"
-        "    while True:\n"
-        "        for fd in range(3, 64):\n"
-        "            with contextlib.suppress(OSError): os.write(fd, b'x' * 4096)\n"
-    )
-    assert set(judge.grade(DOUBLE, answer).reasons.values()) == {"crashed"}
-
-
-def test_a_worker_that_has_ended_before_it_forked_is_noticed():
-    worker = Worker.__new__(Worker)
-    worker.control, its_end = socket.socketpair()
-    with worker.control, its_end:
-        its_end.shutdown(socket.SHUT_WR)
-        with pytest.raises(ConnectionError):
-            worker.run(b"", 1, 1.0)
-
-
-def test_an_answer_may_define_classes_that_look_up_their_module(judge):
-    code = ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: 'int'\n"
-            "def f(n):\n    return P(n).x * 2")
-    assert judge.grade(DOUBLE, code).success
