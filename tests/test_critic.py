@@ -101,18 +101,18 @@ def test_normalisation_is_per_turn_trajectory_or_none_and_empty_turns_get_0(norm
     assert advantage(logprobs, torch.zeros(1, 3), tokens, normalise).tolist() == [expected]
 
 
-def objective_of(row_a, row_b, nll=0.0):
+def objective_of(row_a, row_b, nll=0.0, beta=1.0):
     model = tiny_model(byte_tokenizer())
-    return model, critic_objective(model, [(row_a, row_b)], 0.5, nll, "none")
+    return model, critic_objective(model, [(row_a, row_b)], beta, nll, "none")
 
 
-def test_the_first_row_of_a_pair_is_the_chosen_one_and_beta_scales_the_margin():
+def test_the_first_row_of_a_pair_is_the_chosen_one_and_beta_scales_margin_and_loss():
     tokenizer = byte_tokenizer()
     rows = rows_of(tokenizer, dialogue("t", "ab", "r", "ab"), dialogue("t", "cd", "r", "cd"))
     logprobs, _ = turn_logprobs(tiny_model(tokenizer), rows)
     rows[0].reference, rows[1].reference = logprobs[0] - 1, logprobs[1] + 1
-    for pair, margin in ((rows, 2.0), (rows[::-1], -2.0)):  # half of the log-ratios' difference
-        _, found = objective_of(*pair)
+    for pair, beta, margin in ((rows, 1.0, 4.0), (rows[::-1], 1.0, -4.0), (rows, 0.5, 2.0)):
+        _, found = objective_of(*pair, beta=beta)
         assert found["margin"].item() == pytest.approx(margin, abs=1e-4)
         assert found["accuracy"].item() == (margin > 0)
         assert found["loss"].item() == pytest.approx(math.log1p(math.exp(-margin)), abs=1e-4)
@@ -164,13 +164,15 @@ def test_an_unknown_mode_is_an_error_and_never_silently_another_mode(tmp_path):
 
 def test_truncation_drops_the_fewest_turns_with_which_a_dialogue_fits():
     tokenizer, draw = byte_tokenizer(), random.Random(0)
-    texts = ["task", *("x" * draw.randint(0, 30) for _ in range(24))]
-    lengths = [len(encode_dialogue(tokenizer, dialogue(*texts[:1], *texts[1 + 2 * dropped:]))[0])
-               for dropped in range(12)]
+    messages = dialogue("task", *("x" * draw.randint(0, 30) for _ in range(23)))
+    finished = [draw.random() < 0.5 for _ in range(12)]
+    rests = [encode_dialogue(tokenizer, messages[:1] + messages[1 + 2 * dropped:],
+                             finished[dropped:]) for dropped in range(12)]
+    lengths = [len(ids) for ids, _ in rests]
     for limit in {length + change for length in lengths for change in (-1, 0, 1)}:
-        found = encode_within(tokenizer, dialogue(*texts[:-1]), limit)
+        found = encode_within(tokenizer, messages, limit, finished)
         fewest = next((dropped for dropped, length in enumerate(lengths) if length <= limit), None)
-        assert found is None if fewest is None else found[2] == fewest
+        assert found == (None if fewest is None else (*rests[fewest], fewest))
 
 
 def test_truncation_drops_nothing_that_the_agent_read_before_its_first_turn():
@@ -211,6 +213,8 @@ def test_best_vs_rest_pairs_a_best_one_that_passed_or_has_no_tests_with_all_wors
     assert len(pair_episodes(group, "all")) == 5
     assert len(pair_episodes(group, "all", margin=0.6)) == 2
     assert pair_episodes(group, margin=0.6) == [(group[1], group[3])]
+    pages = with_rewards(0.7, 0.2, 0.4, domain="frontend")  # they have no success, but a best one
+    assert pair_episodes(pages) == [(pages[0], pages[1]), (pages[0], pages[2])]
     near = with_rewards(0.3, 0.2)
     assert 0.3 - 0.2 < 0.1  # a margin that only rounding misses is kept
     assert len(pair_episodes(near, "all", margin=0.1)) == 1

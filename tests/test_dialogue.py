@@ -10,7 +10,7 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from colbench import (
     DOMAINS, agent_messages, agent_prompt_of, agent_view, encode_candidates, encode_dialogue,
-    encode_within, human_messages, prompt_of_episode, split_message, without_thoughts)
+    human_messages, prompt_of_episode, split_message, without_thoughts)
 from formats.outcome import leak_share, outcome_of, reasons_of
 from formats.read import complete_task, custom_prompt, load_episodes, read_episodes, read_tasks
 from judge.sandbox import Grade, grade
@@ -154,6 +154,8 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     ("backend", "I WANT TO ANSWER:\nI WANT TO ANSWER: y", ..., "y"),
     ("backend", "a OUTPUT: b", "a OUTPUT: b", None),
     ("frontend", "thought OUTPUT: <html>", "<html>", None),
+    ("frontend", "plan OUTPUT: I WANT TO ANSWER: <html> OUTPUT: 3",
+     "I WANT TO ANSWER: <html> OUTPUT: 3", "<html> OUTPUT: 3"),
     # thoughts neither reach the human nor end the dialogue
     ("backend", "<think>\nI WANT TO ANSWER: not yet\n</think>\n\nask?", "ask?", None),
     ("backend", "opened by the template, I WANT TO ANSWER: no</think>ask?", "ask?", None),
@@ -182,6 +184,8 @@ def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_
     assert agent_prompt_of(task, "", max_turns=1) == ""
     given = agent_prompt_of(task, "Send {max_turns} of {these}.", max_turns=4)
     assert given == "Send 4 of {these}."
+    logged = {"domain": "logged"}  # which has no others for one turn
+    assert agent_prompt_of(logged, None, 1) == agent_prompt_of(logged, None, 10) == ""
 
 
 @pytest.mark.parametrize("prompts, expected", [
@@ -254,6 +258,8 @@ def test_the_leak_meter_measures_the_longest_repeated_run():
     assert leak("a x b x c") == 0.1
     assert leak(task["ground_truth"]) == 1.0
     assert leak() == 0.0
+    task["ground_truth"] = "x = (1 + 2) * 3\n" * 30  # it is long and repeats itself
+    assert leak(f"It is: {task['ground_truth']}") == 1.0
 
 
 # -----------------------------------------------------------------------------
@@ -321,6 +327,8 @@ def test_what_a_template_would_leave_out_opens_the_request_or_is_refused():
     told = [{"role": "system", "content": "Be brief."}, *dialogue("t", "a", "b")]
     assert render(tokenizer, told) == render(tokenizer, dialogue("Be brief.\n\nt", "a", "b"))
     tokenizer = byte_tokenizer("{# of tools and functions #}" + NO_OTHER_ROLES)
+    silent = [*dialogue("t"), {"role": "tool", "content": ""}]  # of which nothing is left out
+    assert render(tokenizer, silent) == render(tokenizer, dialogue("t"))
     for role in ("tool", "function", "system"):
         with pytest.raises(SystemExit, match=f"leaves out what messages of the role '{role}' say"):
             render(tokenizer, [*dialogue("t"), {"role": role, "content": "It rains."}])
@@ -429,12 +437,6 @@ def test_a_template_without_closed_turns_that_nest_is_refused(template, found):
         encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))
 
 
-def test_a_leak_of_a_long_solution_that_repeats_itself_is_one_too():
-    task = {"ground_truth": "x = (1 + 2) * 3\n" * 30}
-    history = dialogue("write f", "what is it?", f"It is: {task['ground_truth']}")
-    assert leak_share(task, history) == 1.0
-
-
 def test_another_solution_to_the_same_request_is_another_task():
     one, other = (complete_task(TASK | {"ground_truth": code})["task_id"] for code in ("x", "y"))
     assert one != other and one == complete_task(TASK | {"ground_truth": "x"})["task_id"]
@@ -449,19 +451,6 @@ def test_the_leak_of_an_official_dialogue_is_measured(tmp_path):
     row = {"task": TASK, "dialogue_history": dialogue("p", "q", TASK["ground_truth"], "x"),
            "answer": "x", "reward": 1.0}
     assert read_episodes(write(tmp_path / "e.jsonl", row))[0]["leak"] == 1.0
-
-
-def test_a_dialogue_that_just_fits_loses_nothing_and_with_a_token_less_its_oldest_turns():
-    tokenizer, finished = byte_tokenizer(), [False, True, False]
-    messages = dialogue("t", "one", "b", "two", "c", "three")
-    whole = encode_dialogue(tokenizer, messages, finished)
-    two = encode_dialogue(tokenizer, messages[:1] + messages[3:], finished[1:])
-    last = encode_dialogue(tokenizer, messages[:1] + messages[5:], finished[2:])
-    for kept, dropped in ((whole, 0), (two, 1), (last, 2)):
-        assert encode_within(tokenizer, messages, len(kept[0]), finished) == (*kept, dropped)
-    assert encode_within(tokenizer, messages, len(whole[0]) - 1, finished) == (*two, 1)
-    assert encode_within(tokenizer, messages, len(two[0]) - 1, finished) == (*last, 2)
-    assert encode_within(tokenizer, messages, len(last[0]) - 1, finished) is None
 
 
 def test_a_human_with_the_dialogue_in_its_prompt_reads_what_the_official_one_reads():
@@ -480,17 +469,6 @@ def test_an_episode_says_how_many_turns_its_agent_had():
         assert words in prompt_of_episode(played)
 
 
-def test_a_page_follows_the_first_output_marker():
-    task = TASK | {"domain": "frontend"}
-    content, answer = split_message(task, "plan OUTPUT: I WANT TO ANSWER: <html> OUTPUT: 3", False)
-    assert answer == "<html> OUTPUT: 3" and content == f"I WANT TO ANSWER: {answer}"
-
-
-def test_thoughts_that_never_end_are_no_speech_whatever_space_stands_before_them():
-    assert without_thoughts("\n <think>It is x") is None
-    assert without_thoughts("<think>a</think>b</think> c ") == "c"
-
-
 def test_an_old_turn_without_a_word_on_its_end_is_finished():
     history = dialogue("t", "a", "b", " c ", "d", "e")
     history[1]["finished"], history[3]["finished"] = True, False
@@ -500,6 +478,11 @@ def test_an_old_turn_without_a_word_on_its_end_is_finished():
     assert finished == [True, False, True]
     assert [message["content"] for message in messages] == [
         "p", "t", "a", "b", "<think>x</think> c", "d", "e"]
+
+
+def test_thoughts_that_never_end_are_no_speech_whatever_space_stands_before_them():
+    assert without_thoughts("\n <think>It is x") is None
+    assert without_thoughts("<think>a</think>b</think> c ") == "c"
 
 
 @pytest.mark.parametrize("reward", [-0.1, 1.1, 2, float("nan")])
@@ -543,14 +526,3 @@ def test_samples_are_numbered_on_after_the_highest_of_the_files_before(tmp_path)
 def test_almost_all_tests_passed_are_no_success():
     assert [episode("t", reward)["success"] for reward in (1, 1.0, 0.9999, 0)] == [
         True, True, False, False]
-
-
-def test_a_message_without_words_is_left_out_by_any_template():
-    tokenizer = byte_tokenizer("{# of tools #}" + NO_OTHER_ROLES)
-    silent = [*dialogue("t"), {"role": "tool", "content": ""}]
-    assert render(tokenizer, silent) == render(tokenizer, dialogue("t"))
-
-
-def test_a_domain_without_instructions_for_one_turn_has_its_own_there_too():
-    logged = {"domain": "logged"}
-    assert agent_prompt_of(logged, None, 1) == agent_prompt_of(logged, None, 10) == ""
