@@ -29,13 +29,6 @@ from speakers.vision import local_images
 # Extraction and WebSight
 
 
-def test_the_page_that_counts_is_the_answers_or_else_the_agents_last_one():
-    history = dialogue("<html>u</html>", "<html>a</html>", "<html>v</html>", "no page")
-    assert graded_page("so: <html>b</html>", history) == "<html>b</html>"
-    assert graded_page("no page", history) == last_page(history) == "<html>a</html>"
-    assert graded_page(None, history[:1]) == ""
-
-
 def test_blocks_are_those_of_the_official_expressions():
     draw = random.Random(0)
     pieces = ["<html", "</html>", "<body", "</body>", ">", " class=a", "\n", "<p>", "<html>"]
@@ -44,6 +37,14 @@ def test_blocks_are_those_of_the_official_expressions():
         blocks = (re.search(f"<{tag}.*?>.*?</{tag}>", text, re.DOTALL) for tag in ("html", "body"))
         assert extract_html(text) == next((block[0] for block in blocks if block), "")
     assert extract_html(None) == ""
+
+
+def test_the_page_that_counts_is_the_answers_or_else_the_last_one_of_the_agent():
+    history = dialogue("<html>u</html>", "<html>a</html>", "<html>v</html>", "no page")
+    assert graded_page("no page", history) == last_page(history) == "<html>a</html>"
+    assert graded_page("so: <html>b</html>", history) == "<html>b</html>"
+    assert graded_page("x", dialogue("<html>u</html>", "no page")) == ""
+    assert graded_page(None, history[:1]) == ""
 
 
 def test_an_opening_tag_that_never_ends_takes_no_time():
@@ -253,10 +254,7 @@ def test_the_embedded_similarity_is_the_mean_of_layout_detail_and_colour():
     assert embedded_similarity(png("red"), png("black")) == pytest.approx(1 / 3)
     # a page of twice the height: half of the layout, half of the contrast, the same colours
     assert embedded_similarity(striped(10), striped(20)) == pytest.approx(2 / 3, abs=0.01)
-
-
-def test_half_the_greatest_difference_of_a_colour_is_none_of_the_layout():
-    # grey against black: 128 / 255 apart, so the layout is 0; as little contrast; another colour
+    # half the greatest difference of a colour is none of the layout: 128 / 255 apart
     assert embedded_similarity(png("#808080"), png("black")) == pytest.approx(1 / 3, abs=1e-3)
 
 

@@ -99,6 +99,15 @@ class Reader:
         return found
 
 
+def critic_of(values, dropped=0):
+    """A critic whose turns have these advantages, and a list of the episodes that it has read."""
+    read = []
+    return types.SimpleNamespace(
+        dialogue_row=lambda found: read.append(found) or types.SimpleNamespace(
+            ids=[1], turns=len(values), dropped=dropped),
+        turn_advantages=lambda rows: torch.tensor([values] * len(rows))), read
+
+
 def episode(task, passed=True, text="Round the result?", **more):
     solution, request = "def f(x):\n    return x", f"Write function number {task}"
     row = conftest.episode(
@@ -228,9 +237,10 @@ def test_turns_and_endings_are_stacked_by_their_share(shown):
 
 
 def test_endings_tell_cut_answers_errors_and_early_ones_apart():
-    def ending(text="I WANT TO ANSWER: x", finished=True, domain="backend", **more):
+    def ending(text="I WANT TO ANSWER: x", domain="backend", finished=None, **more):
         history = dialogue("p", text)
-        history[1]["finished"] = finished
+        if finished is not None:  # imported rows do not say
+            history[1]["finished"] = finished
         row = episode(0, passed=False, dialogue_history=history) | {"reasons": {}} | more
         row["task"] |= {"domain": domain}
         if domain != "backend":
@@ -238,7 +248,8 @@ def test_endings_tell_cut_answers_errors_and_early_ones_apart():
             row["success"] = None
         return charts.ending(complete_episode(row))
 
-    assert ending() == ending(finished=None) == "wrong answer" and ending(finished=False) == "cut"
+    assert ending() == ending(finished=True) == ending(finished=None) == "wrong answer"
+    assert ending(finished=False) == "cut"
     assert ending(reasons={"test1": "solution failed"}) == "solution failed"
     assert ending(error="gone", success=None) == "error"
     assert ending("What now?") == "no answer"
@@ -430,34 +441,20 @@ def test_advantages_stand_at_their_turns_if_the_last_is_empty_or_the_first_was_d
     row["dialogue_history"] = dialogue("t", "one", "a", "two", "b", " ")
     row["dialogue_history"][-1]["finished"] = False
     row = complete_episode(row)
-
-    class TwoTurns:
-        def dialogue_row(self, found):
-            return types.SimpleNamespace(ids=[1], turns=2, dropped=dropped)
-
-        def turn_advantages(self, rows):
-            return torch.tensor([[1.0, 2.0]])
-
-    page.add_advantages(TwoTurns(), [row])
+    critic, _ = critic_of([1.0, 2.0], dropped)
+    page.add_advantages(critic, [row])
     assert row["advantages"] == expected
 
 
 def test_a_critic_of_tokens_shades_turns_if_it_sums_its_tokens_and_is_refused_otherwise():
     row = episode(0)
-    values = [[1.0] * row["turns"]]
-
-    class Tokens:
-        def dialogue_row(self, found):
-            return types.SimpleNamespace(ids=[1], turns=99, dropped=0)
-
-        def turn_advantages(self, rows):
-            return torch.tensor(values)
-
-    page.add_advantages(Tokens(), [row])
-    assert row["advantages"] == values[0]
-    values = [[1.0] * 99]
+    critic, _ = critic_of([1.0] * 99)  # of 99 tokens
     with pytest.raises(SystemExit, match="found 99 advantages .* has to sum them"):
-        page.add_advantages(Tokens(), [row])
+        page.add_advantages(critic, [row])
+    summed = [1.0] * row["turns"]
+    critic.turn_advantages = lambda rows: torch.tensor([summed])
+    page.add_advantages(critic, [row])
+    assert row["advantages"] == summed
 
 
 def test_clicking_a_row_shows_dialogue_tests_shading_and_solution(shown):
@@ -567,25 +564,26 @@ def test_no_more_pages_are_drawn_than_the_file_can_hold(monkeypatch):
 
 
 def test_the_critic_reads_all_dialogues_that_the_file_can_hold_and_not_many_more(monkeypatch):
-    draw, read = random.Random(0), []
+    draw = random.Random(0)
     run = [complete_episode(episode(task, text=draw.randbytes(1000).hex(), advantages=[9.0, 9.0]))
            for task in range(200)]
-
-    class Reading:
-        def dialogue_row(self, found):
-            read.append(found)
-            return types.SimpleNamespace(ids=[1], turns=2, dropped=0)
-
-        def turn_advantages(self, rows):
-            return torch.ones(len(rows), 2)
-
+    critic, read = critic_of([1.0, 1.0])
     monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
-    page.annotate({"p": [run]}, Reading(), ())
+    page.annotate({"p": [run]}, critic, ())
     held, _ = unpacked({"p": [run]}, page.PAGE_BYTES)
     assert held["scale"] == 1.0  # not that of the file's own advantages
     held = [record for task in held["tasks"] for record in task["episodes"]]
     assert all(record["advantages"] == [1.0, 1.0] for record in held)
     assert 0 < len(held) <= len(read) < 2 * len(held) < 200
+
+
+def test_the_strongest_shade_is_that_of_all_but_the_largest_twentieth():
+    rows = [complete_episode(episode(task)) for task in range(10)]
+    for index, row in enumerate(rows):
+        row["advantages"] = [float(index), -10.0 - index if index < 9 else 1000.0]
+    assert unpacked({"p": [rows]}, 10**6)[0]["scale"] == 18.0
+    rows[0]["advantages"] = rows[1]["advantages"] = [None, float("nan")]
+    assert unpacked({"p": [rows[:2]]}, 10**6)[0]["scale"] == 1.0
 
 
 def test_of_a_task_with_more_episodes_than_the_file_can_hold_the_first_ones_are_kept():
@@ -618,6 +616,18 @@ def test_shared_pictures_are_stored_once_and_too_much_omits_pictures_then_episod
     assert len(tight["tasks"]) == 10 and tight_size <= size - 8000
     tiny, tiny_size = unpacked(policies, 650)
     assert 0 < tiny["omitted"]["episodes"] < 10 and tiny["pictures"] == [] and tiny_size <= 650
+
+
+def test_episodes_of_a_second_seed_have_names_of_their_own():
+    row = complete_episode(episode(0))
+    found = [page.episode_record("p", seed, row) for seed in (0, 1)]
+    assert [record["id"] for record in found] == ["p/task0/0", "p/task0/0, seed 1"]
+    assert [record["sample"] for record in found] == ["0", "0, seed 1"]
+
+
+def test_a_leak_of_half_of_the_solution_is_one_as_in_the_tables():
+    rows = [complete_episode(episode(0) | {"leak": leak}) for leak in (0.499, 0.5)]
+    assert [page.episode_record("p", 0, row)["leaking"] for row in rows] == [False, True]
 
 
 def test_training_can_be_watched_before_there_are_episodes(browser, tmp_path, capsys):
@@ -687,6 +697,13 @@ def test_training_curves_skip_what_is_not_finite_and_stay_small(tmp_path):
     assert [points[0][0], points[-1][0]] == [0, 4999]
 
 
+def test_a_smoothed_point_is_the_mean_of_the_steps_around_it():
+    points, window = charts.smoothed([(step, step ** 2) for step in range(40)])
+    assert window == 3 and points[0] == (0, 0.5) and points[-1] == (39, (38 ** 2 + 39 ** 2) / 2)
+    assert points[20] == (20, pytest.approx((19 ** 2 + 20 ** 2 + 21 ** 2) / 3))
+    assert charts.smoothed([(step, step) for step in range(9)])[1] == 1
+
+
 def test_only_the_last_line_of_metrics_may_be_half_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n{"step')  # a training that still writes
@@ -700,6 +717,22 @@ def test_a_file_without_steps_is_refused_as_metrics(tmp_path):
     path = write_rows(tmp_path / "episodes.jsonl", [episode(0)])
     with pytest.raises(SystemExit, match=f"{path}: found a line without a step, expected"):
         read_training("run", path)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_held_out_tasks_are_those_of_the_critics_files_and_seed_and_none_if_a_file_has_changed(
+        tmp_path, seed):
+    rows = read_rows(write_episodes(tmp_path / "all.jsonl", tasks=20, samples=1))
+    files = [str(write_rows(tmp_path / f"{index}.jsonl", rows[10 * index:10 * index + 10]))
+             for index in range(2)]
+    record = {"flags": {"episodes": files, "holdout": 0.2, "seed": seed},
+              "inputs": {name: file_hash(name) for name in files}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    ids = [row["task"]["task_id"] for row in rows]
+    assert held_out_tasks(tmp_path) == set(split_tasks(ids, 0.2, seed)[1])
+    assert split_tasks(ids, 0.2, 0)[1] != split_tasks(ids, 0.2, 3)[1]
+    write_rows(tmp_path / "1.jsonl", rows[:1])
+    assert held_out_tasks(tmp_path) == set()
 
 
 # -----------------------------------------------------------------------------
@@ -737,52 +770,6 @@ def test_candidates_that_give_no_pair_leave_no_file(tmp_path):
     with pytest.raises(SystemExit, match="found no pair with --pairing halves, expected"):
         make_report("pairs", path, "--output", tmp_path / "pairs.jsonl")
     assert not (tmp_path / "pairs.jsonl").exists()
-
-
-def test_a_leak_of_half_of_the_solution_is_one_as_in_the_tables():
-    rows = [complete_episode(episode(0) | {"leak": leak}) for leak in (0.499, 0.5)]
-    assert [page.episode_record("p", 0, row)["leaking"] for row in rows] == [False, True]
-
-
-def test_a_smoothed_point_is_the_mean_of_the_steps_around_it():
-    points, window = charts.smoothed([(step, step ** 2) for step in range(40)])
-    assert window == 3 and points[0] == (0, 0.5) and points[-1] == (39, (38 ** 2 + 39 ** 2) / 2)
-    assert points[20] == (20, pytest.approx((19 ** 2 + 20 ** 2 + 21 ** 2) / 3))
-    assert charts.smoothed([(step, step) for step in range(9)])[1] == 1
-
-
-@pytest.mark.parametrize("seed", [0, 3])
-def test_held_out_tasks_are_those_of_all_files_and_none_if_one_has_changed(tmp_path, seed):
-    rows = read_rows(write_episodes(tmp_path / "all.jsonl", tasks=20, samples=1))
-    files = [str(write_rows(tmp_path / f"{index}.jsonl", rows[10 * index:10 * index + 10]))
-             for index in range(2)]
-    record = {"flags": {"episodes": files, "holdout": 0.2, "seed": seed},
-              "inputs": {name: file_hash(name) for name in files}}
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    ids = [row["task"]["task_id"] for row in rows]
-    assert held_out_tasks(tmp_path) == set(split_tasks(ids, 0.2, seed)[1])
-    assert split_tasks(ids, 0.2, 0)[1] != split_tasks(ids, 0.2, 3)[1]
-    write_rows(tmp_path / "1.jsonl", rows[:1])
-    assert held_out_tasks(tmp_path) == set()
-
-
-def test_episodes_of_a_second_seed_have_names_of_their_own():
-    row = complete_episode(episode(0))
-    found = [page.episode_record("p", seed, row) for seed in (0, 1)]
-    assert [record["id"] for record in found] == ["p/task0/0", "p/task0/0, seed 1"]
-    assert [record["sample"] for record in found] == ["0", "0, seed 1"]
-
-
-def test_the_strongest_shade_is_that_of_all_but_the_largest_twentieth():
-    rows = [complete_episode(episode(task)) for task in range(10)]
-    for index, row in enumerate(rows):
-        row["advantages"] = [float(index), -10.0 - index if index < 9 else 1000.0]
-    packed = page.packed_episodes({"p": [rows]}, 10**6)
-    data = json.loads(zlib.decompress(base64.b64decode(packed)))
-    assert data["scale"] == 18.0
-    rows[0]["advantages"] = rows[1]["advantages"] = [None, float("nan")]
-    packed = page.packed_episodes({"p": [rows[:2]]}, 10**6)
-    assert json.loads(zlib.decompress(base64.b64decode(packed)))["scale"] == 1.0
 
 
 @pytest.mark.parametrize("finished", [(True, False), (False, True), (True, True)])
