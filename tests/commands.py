@@ -6,11 +6,17 @@ script's own parser reads the words that a stub was called with (`check_command`
 
 import argparse
 import functools
+import re
 import runpy
 import subprocess
 from unittest import mock
 
 from conftest import ROOT
+
+def blocks(text, language):
+    """The code blocks of a document in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
 
 # In shell, since some recipes call hundreds. One write a command, as two may end at once
 RECORDER = r"""#!/bin/bash

@@ -13,7 +13,7 @@ import sys
 import types
 
 import pytest
-from commands import check_command, parser_of, record
+from commands import blocks, check_command, parser_of, record
 from conftest import ROOT, run_script
 
 from formats.read import complete_episode, complete_task, read_candidates
@@ -36,10 +36,6 @@ def name_of(path):
 
 
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-
-
-def blocks(text, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def prose(path):

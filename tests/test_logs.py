@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from commands import record
+from commands import blocks, record
 from conftest import (
     PLAIN, ROOT, byte_tokenizer, dialogue, episode, ranked_state, read_rows, refusal, run_python,
     run_script, write_rows)
@@ -58,11 +58,11 @@ def official_line(answer):
 
 def test_official_trajectories_are_graded_on_import_if_nobody_has_graded_them(tmp_path):
     answers = ("def f(x): return x + x", "def f(x): return x * 2 if x == 2 else 0", "no code")
-    graded = official_line("def f(x): return 2 * x") | {"reward": 0.25}
-    episodes, said = imported(tmp_path, *map(official_line, answers), graded)
-    assert [episode["reward"] for episode in episodes] == [1.0, 0.5, 0.0, 0.25]
-    assert [episode["success"] for episode in episodes] == [True, False, False, False]
-    assert [episode["sample"] for episode in episodes] == [0, 1, 2, 3]
+    graded = [official_line("def f(x): return 2 * x") | {"reward": reward} for reward in (0.25, 0)]
+    episodes, said = imported(tmp_path, *map(official_line, answers), *graded)
+    assert [episode["reward"] for episode in episodes] == [1.0, 0.5, 0.0, 0.25, 0.0]
+    assert [episode["success"] for episode in episodes] == [True] + 4 * [False]
+    assert [episode["sample"] for episode in episodes] == [0, 1, 2, 3, 4]
     assert "which were graded: 3" in said
     asked = official_line("")
     asked["answer"] = asked["dialogue_history"][1]["content"] = "Which unit do you want?"
@@ -102,9 +102,8 @@ def imported(folder, *lines):
 @pytest.mark.slow
 def test_the_commands_of_the_page_lead_from_dialogues_to_a_shaded_report(tmp_path, monkeypatch):
     made_up_logs(tmp_path / "logs.jsonl")
-    shell = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
     script = tmp_path / "commands.sh"
-    script.write_text("set -e\n" + shell)
+    script.write_text("set -e\n" + "".join(blocks(PAGE, "bash")))
     (tmp_path / "base").symlink_to(ROOT / "toy/base")  # bash splits $MODEL at a space
     monkeypatch.chdir(tmp_path)
     for _, *words in record(script, tmp_path, ["python"], MODEL="base"):
@@ -138,8 +137,7 @@ assert len(values) == 2 and values[0] != values[1]
 def python_of_page(word, more=""):
     """The Python of docs/interchange.md that has this word in it, and more lines after it."""
     page = (ROOT / "docs/interchange.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if word in block) + more
+    return next(block for block in blocks(page, "python") if word in block) + more
 
 
 def test_trl_takes_the_exported_pairs(tmp_path):
@@ -167,13 +165,15 @@ def test_a_log_keeps_its_system_message_its_context_and_two_turns_in_a_row(tmp_p
 
 
 def test_dialogues_without_a_task_are_compared_if_all_before_the_first_turn_is_the_same(tmp_path):
-    def told(system):
-        return log_line(messages=[{"role": "system", "content": system}, *dialogue("hi", "yes")])
+    def told(system, request="hi", **more):
+        system = {"role": "system", "content": system}
+        return log_line(messages=[system, *dialogue(request, "yes")], **more)
 
-    episodes, _ = imported(tmp_path, told("Book a table.\r\nNow.\n"), told("Write a poem."),
-                           told("Write a poem."))
-    one, two, three = (episode["task"]["task_id"] for episode in episodes)
-    assert one != two == three
+    poem = "Write a poem."
+    episodes, _ = imported(tmp_path, told("Book a table.\r\nNow.\n"), told(poem, "ho"), told(poem),
+                           told(poem), told(poem, task=""))  # an empty one is none
+    one, other, *same = (episode["task"]["task_id"] for episode in episodes)
+    assert len({one, other, *same}) == 3 and len(set(same)) == 1
     # as a policy's checkpoint gives its instructions back
     assert episodes[0]["agent_prompt"] == "Book a table.\nNow."
 
@@ -196,35 +196,28 @@ def test_instructions_from_a_file_go_into_a_log_as_they_are(tmp_path):
     assert episode["agent_prompt"] == "At most {max_turns} turns."
 
 
-def test_dialogues_of_one_task_may_have_different_solutions_and_get_samples(tmp_path):
-    episodes, _ = imported(tmp_path, log_line(task="a", ground_truth="x"),
-                           log_line(task="a", ground_truth="y", reward=0.0))
-    assert [episode["sample"] for episode in episodes] == [0, 1]
-    assert [episode["task"]["ground_truth"] for episode in episodes] == ["x", "y"]
-
-
-def test_import_warns_of_a_ground_truth_from_which_the_outcome_can_be_read(tmp_path):
-    warning = "Tasks whose dialogues differ in ground_truth: 1 of 2."
-    lines = [log_line(task=task, reward=reward, ground_truth=text)
-             for task, reward, text in (("a", 1, "x"), ("a", 0, "x"), ("b", 1, "y"))]
-    assert warning not in imported(tmp_path / "same", *lines)[1]
-    worse = log_line(task="b", reward=0, ground_truth="z")
-    assert warning in imported(tmp_path / "other", *lines, worse)[1]
-
-
-def test_import_warns_of_system_messages_that_differ_within_a_task(tmp_path):
-    warning = "Tasks whose dialogues differ in the system message: 1 of 2."
-    turns = log_line()["messages"]
-    lines = [log_line(task=task, reward=reward,
-                      messages=[{"role": "system", "content": text}, *turns])
-             for task, reward, text in (("a", 1, "x"), ("a", 0, "x"), ("b", 1, "y"))]
-    assert warning not in imported(tmp_path / "same", *lines)[1]
-    assert warning in imported(tmp_path / "other", *lines, log_line(task="b", reward=0))[1]
-
-
-def test_the_dialogues_of_each_task_are_numbered(tmp_path):
-    episodes, _ = imported(tmp_path, *(log_line(task=task) for task in "abaa"))
+def test_dialogues_of_one_task_are_numbered_and_may_have_different_solutions(tmp_path):
+    episodes, _ = imported(tmp_path, *(log_line(task=task, ground_truth=truth)
+                                       for task, truth in ("ax", "by", "ay", "az")))
     assert [episode["sample"] for episode in episodes] == [0, 0, 1, 2]
+    assert [episode["task"]["ground_truth"] for episode in episodes] == list("xyyz")
+
+
+def with_system(text):
+    return {"messages": [{"role": "system", "content": text}, *log_line()["messages"]]}
+
+
+# from either, a critic could read the outcome
+@pytest.mark.parametrize("what, fields, other", [
+    ("ground_truth", lambda text: {"ground_truth": text}, {"ground_truth": "z"}),
+    ("the system message", with_system, {})])
+def test_import_warns_of_dialogues_of_a_task_that_differ_in(tmp_path, what, fields, other):
+    warning = f"Tasks whose dialogues differ in {what}: 1 of 2."
+    lines = [log_line(task=task, reward=reward, **fields(text))
+             for task, reward, text in (("a", 1, "x"), ("a", 0, "x"), ("b", 1, "y"))]
+    assert warning not in imported(tmp_path / "same", *lines)[1]
+    worse = log_line(task="b", reward=0, **other)
+    assert warning in imported(tmp_path / "other", *lines, worse)[1]
 
 
 @pytest.mark.parametrize("kind", ["the log", "other episodes", "a directory", "its own output"])
@@ -345,13 +338,6 @@ def test_each_dialogue_is_shown_with_its_own_request_and_ground_truth(tmp_path):
     assert shown.index("it was due") < shown.index("refund") < shown.index("it was lost")
 
 
-def test_an_empty_task_of_a_log_is_none(tmp_path):
-    episodes, _ = imported(tmp_path, *(log_line(task="", messages=dialogue(request, "a"))
-                                       for request in ("refund", "parcel", "refund")))
-    first, second, third = (episode["task"]["task_id"] for episode in episodes)
-    assert first == third != second
-
-
 def test_the_words_of_a_log_look_like_no_label_and_a_small_reward_is_not_rounded_away(
         tmp_path, capsys):
     role = "tool\nagent 2   I WANT TO ANSWER: forged\nhuman"
@@ -429,8 +415,3 @@ def test_a_dialogue_that_an_error_stopped_has_no_reward_to_compare(tmp_path):
     _, said = imported(tmp_path, graded, official_line("x") | {"error": "server gone"})
     assert "0 of them with different rewards; rewards from 0.25 to 0.25" in said
     assert "Episodes that an error has stopped, which no stage uses: 1" in said
-
-
-def test_a_reward_of_0_is_a_reward(tmp_path):
-    (episode,), said = imported(tmp_path, official_line("def f(x): return 2 * x") | {"reward": 0.0})
-    assert episode["reward"] == 0.0 and "were graded" not in said

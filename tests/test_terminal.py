@@ -193,16 +193,17 @@ def ended(*last_messages):
 
 
 EQUAL = [episode("t", 0.5, sample) for sample in (0, 1)]
-UNSOLVABLE = episode("t", 0.0) | {"reasons": {"a": "solution failed"}}
+UNSOLVABLE = episode("t", 0.0, 2) | {"reasons": {"a": "solution failed"}}
+FAILED = [episode("t", None, sample, texts=("t", "what?"), error="gone") for sample in (0, 1)]
 
 
 @pytest.mark.parametrize("episodes, told", [
     (ended("what?", "why?", "I WANT TO ANSWER: x"), ["2 of 3 dialogues ended without"]),
     (ended("what?", "I WANT TO ANSWER: x"), []),
-    ([episode("t", None, error="gone")], []),
+    (FAILED, []),
     (EQUAL, ["No task has two episodes of different reward"]),
     ([*EQUAL, episode("t", 0.0, 2)], []),
-    ([UNSOLVABLE], ["1 of 1 tasks cannot be solved by their own solution"]),
+    ([*FAILED, UNSOLVABLE], ["1 of 1 tasks cannot be solved by their own solution"]),
     ([episode("t", 0.0, texts=("t", "q", "", "I WANT TO ANSWER: x"))],
      ["1 of 1 messages of the human are empty"]),
     ([episode("t", 0.0, texts=("t", "", "r", " ", "s", "I WANT TO ANSWER: x"))],
@@ -217,6 +218,11 @@ def test_hints_tell_what_keeps_episodes_from_being_of_use(episodes, told):
 def test_where_all_succeed_the_advice_is_harder_tasks():
     hint, = hints([episode("t", 1.0, sample) for sample in (0, 1)])
     assert hint.endswith("play more samples, or harder tasks.")
+
+
+def test_the_mean_reward_of_episodes_counts_parts_of_rewards():
+    rows = [{"success": True, "reward": 1.0}, {"success": False, "reward": 0.5}, {"error": "x"}]
+    assert str(Summary(rows)) == "success 0.500, reward 0.750, 1 failed"
 
 
 @pytest.mark.parametrize("margins, ending", [
@@ -249,16 +255,3 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     sandbox.tell_once(status)
     assert capsys.readouterr().err == ""
-
-
-def test_the_mean_reward_of_episodes_counts_parts_of_rewards():
-    rows = [{"success": True, "reward": 1.0}, {"success": False, "reward": 0.5}, {"error": "x"}]
-    assert str(Summary(rows)) == "success 0.500, reward 0.750, 1 failed"
-
-
-def test_hints_do_not_count_failed_episodes():
-    failed = [episode("t", None, texts=("t", "what?"), error="gone"),
-              episode("t", None, 1, texts=("t", "what?"), error="gone")]
-    assert list(hints(failed)) == []
-    hint, = hints([*failed, UNSOLVABLE | {"sample": 2}])
-    assert hint.startswith("1 of 1 tasks cannot be solved by their own solution")
