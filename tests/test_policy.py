@@ -117,6 +117,12 @@ def test_the_pairs_of_a_state_do_not_depend_on_other_states_or_on_the_scale_of_a
     assert texts([state]) != texts([other])
 
 
+def test_another_seed_draws_other_pairs_of_a_state():
+    state = ranked_state(dict(zip(TEXTS, ADVANTAGES, strict=True)))
+    drawn = [train_policy.state_pairs(state, "halves", 4, seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_both_sides_of_a_pair_have_the_same_prompt_however_little_room_there_is():
     state = ranked_state({"a": 0.0, "a long candidate " * 3: 1.0},
                          dialogue("t", "one question", "its reply"))
@@ -344,7 +350,10 @@ def test_no_privileged_byte_reaches_the_rows_of_the_policy(files):
     assert not any(episodes[0]["task"]["ground_truth"] in text for text in texts)
 
 
-def test_another_seed_draws_other_pairs_of_a_state():
-    state = ranked_state(dict(zip(TEXTS, ADVANTAGES, strict=True)))
-    drawn = [train_policy.state_pairs(state, "halves", 4, seed) for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
+@pytest.mark.parametrize("script", ["train_policy.py", "variants/sft.py"])
+def test_the_instructions_of_episodes_are_saved_with_the_policy_too(tiny, tmp_path, script):
+    path = write_rows(tmp_path / "e.jsonl", [
+        episode("t", reward, sample, agent_prompt="Ask.")
+        for sample, reward in enumerate((1.0, 0.0))])
+    run_script(script, "--episodes", path, "--model", tiny(), *flags(tmp_path / "out"))
+    assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"

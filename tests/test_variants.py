@@ -91,15 +91,6 @@ def test_held_out_numbers_of_a_value_head_do_not_depend_on_the_batch(tiny, tmp_p
     assert found[0] == pytest.approx(found[1])
 
 
-@pytest.mark.parametrize("script", ["train_policy.py", "variants/sft.py"])
-def test_the_instructions_of_episodes_are_saved_with_the_policy(tiny, tmp_path, script):
-    rows = [episode("t", reward, sample, agent_prompt="Ask.")
-            for sample, reward in enumerate((1.0, 0.0))]
-    path = write_rows(tmp_path / "e.jsonl", rows)
-    run_script(script, *training(path, tiny(), tmp_path / "out"))
-    assert (tmp_path / "out/agent_prompt.txt").read_text() == "Ask.\n"
-
-
 def test_the_outcome_of_a_function_is_whether_it_passed_and_of_a_page_its_reward(tiny):
     reader = Reader(tiny(), "none", 600)
     rows = [reader.dialogue_row(episode("t", reward, domain=domain)) for reward, domain in (
