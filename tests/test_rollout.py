@@ -131,12 +131,14 @@ def collect_with(monkeypatch, output, agent, human, count=20, in_flight=4):
 
 @pytest.mark.parametrize("reply_chars, domain, expected", [
     (None, "backend", 400), (None, "frontend", 1000), (50, "backend", 50)])
-def test_human_replies_have_the_limit_of_the_domain_or_a_flag(reply_chars, domain, expected):
+def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(reply_chars, domain, expected):
     flags = ["--reply_chars", str(reply_chars)] if reply_chars else []
     args = collect.parse_args(["--tasks", f"toy:{domain}:train", "--num_tasks", "1", "--agent",
                                "scripted", "--output", "o", *flags])
     _, rules, _, _ = collect.plan_episodes(args, ALONE)
-    assert rules.reply_chars == expected
+    agent, human = Served(asker(lambda key: 2)), Served(lambda request: "x" * 2000)
+    found = collect.play(TASKS[0], 0, agent, human, LenientJudge(), rules)
+    assert found["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
 
 
 def rows_under(folder):
@@ -504,18 +506,6 @@ def test_what_flags_name_replaces_what_a_checkpoint_or_an_embedded_world_would_c
         roles.fill_in_flags(args, page, DOMAINS["frontend"], print)
         assert (args.agent_prompt, args.num_tasks) == (used, 1)
         assert (args.human, args.clip) == ((given, given) if given else ("scripted", "none"))
-
-
-def test_each_party_samples_with_its_own_flags_and_a_row_says_who_judged(tiny):
-    args = collect.parse_args([
-        "--tasks", "toy:backend:train", "--agent", tiny(), "--human", tiny("qwen2.5"), "--output",
-        "x.jsonl", "--temperature", "0.25", "--human_temperature", "0.5", "--max_new_tokens", "7",
-        "--human_max_new_tokens", "9"])
-    nothing = types.SimpleNamespace(rows={})
-    with roles.open_parties(args, ALONE, DOMAINS["backend"], nothing) as (agent, human, _, by):
-        assert (agent.temperature, agent.max_new_tokens) == (0.25, 7)
-        assert (human.temperature, human.max_new_tokens) == (0.5, 9)
-    assert by == {"agent": tiny(), "human": tiny("qwen2.5"), "judge": "--judge fixed"}
 
 
 def test_a_served_party_goes_on_under_its_models_name_and_not_under_another(tmp_path):

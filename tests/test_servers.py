@@ -13,7 +13,7 @@ from unittest import mock
 from urllib.request import ProxyHandler
 
 import pytest
-from chat_server import FAULTS, TIMEOUT, running, small_talk
+from chat_server import FAULTS, SENSELESS_BODIES, TIMEOUT, running, small_talk
 from conftest import ROOT, dialogue, read_rows, run_script
 from parties import ask_all, collect_now
 
@@ -142,6 +142,16 @@ def test_a_server_that_ignores_n_is_asked_until_there_are_enough():
         assert not utterances[0].finished
 
 
+def test_a_server_that_gives_more_texts_than_were_asked_for_gives_no_more_than_those():
+    def say(handler, body):
+        choices = [{"message": {"content": f"text {index}"}} for index in range(5)]
+        return handler.reply(200, json.dumps({"choices": choices}).encode())
+
+    with running(echo, say=say) as server:
+        texts, = ask_all(load_speaker(server.url), CONVERSATIONS[:1], n=3)
+    assert [utterance.text for utterance in texts] == ["text 0", "text 1", "text 2"]
+
+
 def only_one(handler, body):
     """Refuses more than one choice, as it refuses what is too long."""
     if body["n"] > 1 or "too long" in body["messages"][0]["content"]:
@@ -226,6 +236,18 @@ def test_an_empty_text_after_thoughts_that_are_not_shown_is_a_rest_of_cut_though
     assert utterance.text == ""
 
 
+@pytest.mark.parametrize("reason, finished", [
+    ("stop", True), ("eos", True), (None, True), ("length", False)])
+def test_a_text_is_finished_unless_the_server_says_that_it_was_cut(reason, finished):
+    choice = {"message": {"content": "a"}, "finish_reason": reason}
+    assert utterances_of({"choices": [choice]}) == [Utterance("a", finished)]
+
+
+def test_half_a_surrogate_pair_of_a_server_becomes_text_that_can_be_written():
+    utterance, = utterances_of({"choices": [{"message": {"content": "a \ud83d"}}]})
+    assert utterance.text == "a ?"
+
+
 @pytest.mark.parametrize("choice", [
     *({"finish_reason": reason} for reason in ("error", "abort", "content_filter", "RECITATION")),
     {"finish_reason": "stop", "error": {"message": "no"}},
@@ -264,18 +286,16 @@ def test_every_fault_is_survived_and_changes_no_text(impatient, fault):
     assert server.seen_faults == {None, fault}
 
 
-def test_an_error_that_comes_as_an_answer_is_quoted(impatient):
-    with running(echo, fault_rate=1.0, fault="an error") as server:
-        error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
-    assert "no credits left" in str(error)
-
-
-def test_a_page_that_comes_as_an_answer_is_quoted_without_the_key(impatient, monkeypatch):
+@pytest.mark.parametrize("answer, quoted", [
+    (SENSELESS_BODIES["an error"], "no credits left"),
+    (b"<html>\n<body>Please log in, sk-this-is-secret",
+     "in the answer: <html> <body>Please log in, (the API key)")])
+def test_an_error_or_a_page_that_comes_as_an_answer_is_quoted_without_the_key(
+        impatient, monkeypatch, answer, quoted):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-this-is-secret")
-    page = b"<html>\n<body>Please log in, sk-this-is-secret"
-    with running(echo, say=lambda handler, body: handler.reply(200, page)) as server:
+    with running(echo, say=lambda handler, body: handler.reply(200, answer)) as server:
         error, = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
-    assert "in the answer: <html> <body>Please log in, (the API key)" in str(error)
+    assert quoted in str(error)
 
 
 @pytest.mark.parametrize("fault", ["429", "silence"])
@@ -321,6 +341,12 @@ def test_a_wrong_request_is_not_repeated_and_does_not_count_against_the_server(i
     assert server.calls == 81
 
 
+def test_what_a_server_has_not_implemented_is_asked_once():
+    with refusing(501) as server:
+        error, = ask_all(ServerSpeaker(server.url, SpeakerSettings(), pause=0), CONVERSATIONS[:1])
+    assert "HTTP 501" in str(error) and server.calls == 1
+
+
 def test_a_server_that_has_refused_all_of_many_requests_is_given_up():
     with refusing(400) as server:
         speaker = load_speaker(server.url)
@@ -341,6 +367,19 @@ def test_a_dead_server_is_given_up_and_the_message_says_what_to_do(impatient):
         message = "a server that answers no request .*HTTP 503.*start it again, then rerun the same"
         with pytest.raises(SystemExit, match=message):
             stop_if_given_up(speaker)
+
+
+def test_a_server_that_answers_now_and_then_is_not_given_up():
+    def say(handler, body):
+        return "BAD" in body["messages"][0]["content"] and handler.reply(500, b"broken")
+
+    with running(echo, say=say) as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), retries=1, pause=0)
+        for _ in range(MAX_FAILURES_IN_A_ROW + 1):
+            error, good = (ask_all(speaker, [messages])[0]
+                           for messages in (dialogue("BAD"), CONVERSATIONS[0]))
+            assert isinstance(error, SpeakerError) and isinstance(good[0], Utterance)
+    assert speaker.given_up is None
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302, 308])
@@ -432,6 +471,14 @@ def test_the_pause_before_each_further_try_is_twice_as_long(monkeypatch):
         pauses = paused(monkeypatch)
         ask_all(speaker, CONVERSATIONS[:1])
     assert pauses == [speaker.pause * 2**attempt for attempt in range(speaker.retries - 1)]
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 529])
+def test_a_status_that_may_pass_is_asked_again(status):
+    with busy(1, status, "0") as server:
+        speaker = ServerSpeaker(server.url, SpeakerSettings(), pause=0)
+        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
+    assert server.calls == 2
 
 
 def test_all_requests_are_in_flight_together_and_the_retries_of_one_hold_up_no_other():
@@ -617,17 +664,11 @@ def test_the_human_knows_what_is_hidden_and_the_agent_its_own_thoughts_and_not_t
             assert all(text.startswith("<think>My plan.") for text in own)
 
 
-@pytest.mark.parametrize("flags, expected", [([], 400), (["--reply_chars", 50], 50)])
-def test_human_replies_are_cut_at_the_limit_of_the_domain_or_a_flag(flags, expected, tmp_path):
-    with running(lambda body, seed: "x" * 2000) as server:
-        episode, *_ = collected(tmp_path, server.url, server.url, 1, [*flags, "--max_turns", 2])
-    assert episode["dialogue_history"][2] == {"role": "user", "content": "x" * expected}
-
-
 def test_a_server_that_has_another_unnamed_model_continues_no_run(impatient, tmp_path):
     with running(small_talk, models=["large"]) as server:
         rows = collected(tmp_path, "scripted", server.url, 2, more=())
-        assert {(row["agent"], row["human"]) for row in rows} == {("scripted", "large")}
+        played_by = {(row["agent"], row["human"], row["judge"]) for row in rows}
+        assert played_by == {("scripted", "large", "--judge fixed")}
         server.models = ["small"]
         with pytest.raises(SystemExit, match="found the model small, expected large, which has"):
             collected(tmp_path, "scripted", server.url, 3, more=())
@@ -732,52 +773,3 @@ def test_the_api_key_does_not_follow_a_redirect(impatient, monkeypatch):
             speaker = load_speaker(server.url)
             assert f"HTTP 302: moved to {other.url}" in str(ask_all(speaker, CONVERSATIONS[:1])[0])
         assert other.seen_keys == set()
-
-
-def test_a_server_that_answers_now_and_then_is_not_given_up():
-    def say(handler, body):
-        return "BAD" in body["messages"][0]["content"] and handler.reply(500, b"broken")
-
-    with running(echo, say=say) as server:
-        speaker = ServerSpeaker(server.url, SpeakerSettings(), retries=1, pause=0)
-        for _ in range(MAX_FAILURES_IN_A_ROW + 1):
-            error, good = (ask_all(speaker, [messages])[0]
-                           for messages in (dialogue("BAD"), CONVERSATIONS[0]))
-            assert isinstance(error, SpeakerError) and isinstance(good[0], Utterance)
-    assert speaker.given_up is None
-
-
-def test_what_a_server_has_not_implemented_is_asked_once():
-    with refusing(501) as server:
-        error, = ask_all(ServerSpeaker(server.url, SpeakerSettings(), pause=0), CONVERSATIONS[:1])
-    assert "HTTP 501" in str(error) and server.calls == 1
-
-
-@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 529])
-def test_a_status_that_may_pass_is_asked_again(status):
-    with busy(1, status, "0") as server:
-        speaker = ServerSpeaker(server.url, SpeakerSettings(), pause=0)
-        assert isinstance(ask_all(speaker, CONVERSATIONS[:1])[0][0], Utterance)
-    assert server.calls == 2
-
-
-@pytest.mark.parametrize("reason, finished", [
-    ("stop", True), ("eos", True), (None, True), ("length", False)])
-def test_a_text_is_finished_unless_the_server_says_that_it_was_cut(reason, finished):
-    choice = {"message": {"content": "a"}, "finish_reason": reason}
-    assert utterances_of({"choices": [choice]}) == [Utterance("a", finished)]
-
-
-def test_a_server_that_gives_more_texts_than_were_asked_for_gives_no_more_than_those():
-    def say(handler, body):
-        choices = [{"message": {"content": f"text {index}"}} for index in range(5)]
-        return handler.reply(200, json.dumps({"choices": choices}).encode())
-
-    with running(echo, say=say) as server:
-        texts, = ask_all(load_speaker(server.url), CONVERSATIONS[:1], n=3)
-    assert [utterance.text for utterance in texts] == ["text 0", "text 1", "text 2"]
-
-
-def test_half_a_surrogate_pair_of_a_server_becomes_text_that_can_be_written():
-    utterance, = utterances_of({"choices": [{"message": {"content": "a \ud83d"}}]})
-    assert utterance.text == "a ?"

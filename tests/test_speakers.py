@@ -71,6 +71,19 @@ def test_samples_follow_the_model_distribution():
     assert torch.allclose(shares, (logits[0] / 0.7).softmax(-1), atol=0.01)
 
 
+def test_a_token_is_picked_with_exact_sums_and_never_one_of_no_probability():
+    """In float32, the sums of a large vocabulary would miss its last tokens, or pass its end."""
+    impossible_first = torch.tensor([[-torch.inf, 0.0, 0.0]])
+    for temperature in (0.5, 1):
+        assert pick_tokens(impossible_first, torch.tensor([0.0]), temperature).tolist() == [1]
+    size, uniform = 1 << 17, torch.tensor([0.25, 0.5, 1 - 2**-53], dtype=torch.float64)
+    logits = torch.linspace(0, 3e-4, size).repeat(3, 1)
+    exact = logits[0].double().softmax(-1).cumsum(-1)
+    wanted = [(exact <= share * exact[-1]).sum().item() for share in uniform]
+    assert pick_tokens(logits, uniform, 1).tolist() == wanted
+    assert wanted[-1] == size - 1
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7, 1])
 def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own(temperature):
     sampler = speaker(max_new_tokens=20, temperature=temperature)
@@ -97,6 +110,28 @@ def test_samples_that_share_a_prompts_cache_equal_those_of_an_attention_that_cop
     assert len(set(longest)) > 1 and len(distinct) > 9
 
 
+def test_attention_to_shared_prompts_is_exact_in_bf16_up_to_the_rounding_of_its_result():
+    generator = torch.Generator().manual_seed(0)
+    G, n, H, Q, P, T, D = 2, 3, 2, 2, 9, 4, 64
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    cache = transformers.DynamicCache()
+    cache.update(drawn(G, H, P, D), drawn(G, H, P, D), 0)
+    shared = SharedPrompts(cache, n)
+    own = drawn(G * n, H, T, D), drawn(G * n, H, T, D)
+    query = 4 * drawn(G * n, H * Q, 1, D)
+    found, _ = shared_prompts_attention(
+        None, query, *shared.update(*own, 0), attention_mask=None, scaling=D ** -0.5)
+    prompt = cache.layers[0]
+    keys, values = (torch.cat([whole.repeat_interleave(n, 0), new], 2).repeat_interleave(Q, 1)
+                    for whole, new in ((prompt.keys, own[0]), (prompt.values, own[1])))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), keys.double(), values.double(), scale=D ** -0.5).transpose(1, 2)
+    assert (found.double() - exact).abs().max() < 0.02
+
+
 def test_long_prompts_are_computed_in_smaller_batches_with_the_same_texts(monkeypatch):
     sampler, read = speaker(temperature=0), []
     together = ask_all(sampler, CONVERSATIONS)
@@ -107,6 +142,18 @@ def test_long_prompts_are_computed_in_smaller_batches_with_the_same_texts(monkey
     assert ask_all(sampler, CONVERSATIONS) == together
     assert len(read) > 1 and any(len(lengths) > 1 for lengths in read)
     assert all(len(lengths) == 1 or len(lengths) * max(lengths) <= 200 for lengths in read)
+
+
+def test_requests_in_any_order_make_the_same_batches_of_no_more_samples_than_batch_size(
+        monkeypatch):
+    sampler, computed = speaker(batch_size=4, max_new_tokens=1), []
+    generate = sampler._generate
+    monkeypatch.setattr(sampler, "_generate", lambda prompts, caches, n, seeds: (
+        computed.append((n, seeds)), generate(prompts, caches, n, seeds))[1])
+    requests = [Request(CONVERSATIONS[0], 2, seed) for seed in (4, 2, 5, 3, 1)]
+    sampler.speak(requests)
+    sampler.speak(requests[::-1])
+    assert computed == [(2, [1, 2]), (2, [3, 4]), (2, [5])] * 2
 
 
 def test_a_text_ends_where_the_context_is_full_and_a_prompt_that_fills_it_is_an_error():
@@ -121,6 +168,17 @@ def test_a_text_ends_where_the_context_is_full_and_a_prompt_that_fills_it_is_an_
     assert len(text) < len(whole.text)
     assert str(long) == (f"found a dialogue that fills the model's context of {length + 5} tokens,"
                          " expected a shorter one")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_and_text_together_have_as_many_tokens_as_the_context(n):
+    talker = speaker(temperature=0)
+    talker.stops, talker.context = set(), 10
+    samples = talker._generate([[5] * 4, [5] * 7], [None, None], n, [0, 0])
+    assert [len(sample.tokens) for sample in samples] == [6] * n + [3] * n
+    talker.context = len(encode_prompt(talker.tokenizer, CONVERSATIONS[1]))
+    said, = talker.speak([Request(CONVERSATIONS[1])])
+    assert isinstance(said, SpeakerError)  # the prompt fills it
 
 
 def test_messages_that_a_template_refuses_are_an_error_of_their_dialogue_alone():
@@ -251,6 +309,19 @@ def test_thoughts_that_the_prompt_opens_with_a_special_token_and_that_are_cut_ar
         assert without_thoughts(text_of(tokenizer, ids)) == spoken
 
 
+def test_thoughts_that_the_template_opens_and_the_limit_cuts_do_not_pass_for_speech():
+    opening = TEMPLATES["qwen2.5"].replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    thinker = speaker(opening, max_new_tokens=4)
+    (utterance,), = ask_all(thinker, CONVERSATIONS[:1])
+    assert without_thoughts(utterance.text) is None
+
+
+def test_a_text_whose_thoughts_end_or_that_only_names_their_tags_stays_as_it_is():
+    tokenizer = byte_tokenizer()  # for which no tag is a special token
+    for text in ("It is x.</think>Y.", "[THINK] is a tag", "x<seed:think>"):
+        assert text_of(tokenizer, tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
     only_the_last_thoughts = PLAIN.replace("m['content'] +", (
         "(m['content'] if m['role'] == 'user' or not"
@@ -275,6 +346,17 @@ def test_a_template_that_takes_parts_of_messages_alone_shows_no_end_and_is_not_r
     assert tokenizer.eos_token_id in stop_tokens(tiny_model(tokenizer), tokenizer)
 
 
+def test_a_text_ends_at_each_token_that_checkpoint_tokenizer_or_template_name():
+    tokenizer = byte_tokenizer()
+    closing = tokenizer.eos_token_id
+    tokenizer.eos_token = "<bos>"
+    model = tiny_model(tokenizer)
+    for named in ([1, 2], [1], 1, None):
+        model.generation_config.eos_token_id = named
+        found = {1, 2} if named == [1, 2] else {1} if named else set()
+        assert stop_tokens(model, tokenizer) == found | {tokenizer.eos_token_id, closing}
+
+
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
     talker = speaker(max_new_tokens=2, batch_size=3)
     for key in "abcd":
@@ -283,6 +365,12 @@ def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
     ask_all(talker, CONVERSATIONS[:1], keys=["b"])
     ask_all(talker, CONVERSATIONS[:1], keys=["e"])
     assert list(talker.kept) == list("dbe")
+
+
+def test_of_a_request_without_a_key_nothing_is_kept():
+    talker = speaker(max_new_tokens=2)
+    ask_all(talker, CONVERSATIONS)
+    assert not talker.kept
 
 
 def test_caches_of_the_turn_before_are_freed_before_the_model_reads_and_writes():
@@ -331,13 +419,6 @@ def test_a_manner_without_a_script_is_refused_with_those_that_exist():
         load_speaker("scripted", "critic")
 
 
-def test_thoughts_that_the_template_opens_and_the_limit_cuts_do_not_pass_for_speech():
-    opening = TEMPLATES["qwen2.5"].replace("assistant\n' }}", "assistant\n<think>\n' }}")
-    thinker = speaker(opening, max_new_tokens=4)
-    (utterance,), = ask_all(thinker, CONVERSATIONS[:1])
-    assert without_thoughts(utterance.text) is None
-
-
 def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
     task = {"domain": "backend", "problem_description": "write f", "ground_truth": "x"}
     opening, later = dialogue("write f"), dialogue("write f", "?", "!")
@@ -347,92 +428,3 @@ def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
     assert second == [Utterance(f"{ANSWER_MARKER} pass", True)]
     reply = ask_all(human, [later], seeds=[0], tasks=[task])[0]
     assert reply == [Utterance("I do not know.", True)]
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_prompt_and_text_together_have_as_many_tokens_as_the_context(n):
-    talker = speaker(temperature=0)
-    talker.stops, talker.context = set(), 10
-    samples = talker._generate([[5] * 4, [5] * 7], [None, None], n, [0, 0])
-    assert [len(sample.tokens) for sample in samples] == [6] * n + [3] * n
-    talker.context = len(encode_prompt(talker.tokenizer, CONVERSATIONS[1]))
-    said, = talker.speak([Request(CONVERSATIONS[1])])
-    assert isinstance(said, SpeakerError)  # the prompt fills it
-
-
-def test_no_more_samples_than_batch_size_are_computed_together(monkeypatch):
-    sampler, computed = speaker(batch_size=4, max_new_tokens=2), []
-    generate = sampler._generate
-    monkeypatch.setattr(sampler, "_generate", lambda prompts, caches, n, seeds: (
-        computed.append(n * len(prompts)), generate(prompts, caches, n, seeds))[1])
-    ask_all(sampler, CONVERSATIONS, n=2)
-    assert computed == [4, 4, 2]
-
-
-def test_the_same_requests_make_the_same_batches_in_whatever_order_they_arrive(monkeypatch):
-    sampler, computed = speaker(batch_size=2, max_new_tokens=1), []
-    generate = sampler._generate
-    monkeypatch.setattr(sampler, "_generate", lambda prompts, caches, n, seeds: (
-        computed.append(seeds), generate(prompts, caches, n, seeds))[1])
-    requests = [Request(CONVERSATIONS[0], seed=seed) for seed in (4, 2, 3, 1)]
-    sampler.speak(requests)
-    sampler.speak(requests[::-1])
-    assert computed == [[1, 2], [3, 4]] * 2
-
-
-def test_a_text_whose_thoughts_end_or_that_only_names_their_tags_stays_as_it_is():
-    tokenizer = byte_tokenizer()  # for which no tag is a special token
-    for text in ("It is x.</think>Y.", "[THINK] is a tag", "x<seed:think>"):
-        assert text_of(tokenizer, tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-def test_a_text_ends_at_each_token_that_checkpoint_tokenizer_or_template_name():
-    tokenizer = byte_tokenizer()
-    closing = tokenizer.eos_token_id
-    tokenizer.eos_token = "<bos>"
-    model = tiny_model(tokenizer)
-    for named in ([1, 2], [1], 1, None):
-        model.generation_config.eos_token_id = named
-        found = {1, 2} if named == [1, 2] else {1} if named else set()
-        assert stop_tokens(model, tokenizer) == found | {tokenizer.eos_token_id, closing}
-
-
-def test_a_token_is_picked_with_exact_sums_and_never_one_of_no_probability():
-    """In float32, the sums of a large vocabulary would miss its last tokens, or pass its end."""
-    impossible_first = torch.tensor([[-torch.inf, 0.0, 0.0]])
-    for temperature in (0.5, 1):
-        assert pick_tokens(impossible_first, torch.tensor([0.0]), temperature).tolist() == [1]
-    size, uniform = 1 << 17, torch.tensor([0.25, 0.5, 1 - 2**-53], dtype=torch.float64)
-    logits = torch.linspace(0, 3e-4, size).repeat(3, 1)
-    exact = logits[0].double().softmax(-1).cumsum(-1)
-    wanted = [(exact <= share * exact[-1]).sum().item() for share in uniform]
-    assert pick_tokens(logits, uniform, 1).tolist() == wanted
-    assert wanted[-1] == size - 1
-
-
-def test_of_a_request_without_a_key_nothing_is_kept():
-    talker = speaker(max_new_tokens=2)
-    ask_all(talker, CONVERSATIONS)
-    assert not talker.kept
-
-
-def test_attention_to_shared_prompts_is_exact_in_bf16_up_to_the_rounding_of_its_result():
-    generator = torch.Generator().manual_seed(0)
-    G, n, H, Q, P, T, D = 2, 3, 2, 2, 9, 4, 64
-
-    def drawn(*shape):
-        return torch.randn(*shape, generator=generator).bfloat16()
-
-    cache = transformers.DynamicCache()
-    cache.update(drawn(G, H, P, D), drawn(G, H, P, D), 0)
-    shared = SharedPrompts(cache, n)
-    own = drawn(G * n, H, T, D), drawn(G * n, H, T, D)
-    query = 4 * drawn(G * n, H * Q, 1, D)
-    found, _ = shared_prompts_attention(
-        None, query, *shared.update(*own, 0), attention_mask=None, scaling=D ** -0.5)
-    prompt = cache.layers[0]
-    keys, values = (torch.cat([whole.repeat_interleave(n, 0), new], 2).repeat_interleave(Q, 1)
-                    for whole, new in ((prompt.keys, own[0]), (prompt.values, own[1])))
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        query.double(), keys.double(), values.double(), scale=D ** -0.5).transpose(1, 2)
-    assert (found.double() - exact).abs().max() < 0.02
