@@ -195,26 +195,22 @@ def test_failed_episodes_are_left_out_and_counted(tmp_path):
 def test_a_field_that_is_null_is_a_field_that_is_missing(tmp_path):
     row = episode("t", 1.0) | dict.fromkeys(("sample", "turns", "leak", "reasons"))
     row["task"] |= dict.fromkeys(("domain", "hidden_information"))
-    read, = read_episodes(write_rows(tmp_path / "episodes.jsonl", [row]))
+    row["dialogue_history"][1]["finished"] = None
+    counted = row | {"turns": 77, "sample": 1}  # turns are counted, whatever a row says
+    read, other = read_episodes(write_rows(tmp_path / "episodes.jsonl", [row, counted]))
     assert (read["sample"], read["turns"], read["task"]["domain"]) == (0, 2, "backend")
+    assert other["turns"] == 2
+    encoded = train_policy.dialogue_row(TOKENIZER, read, 8192)
+    assert encoded.ids.count(TOKENIZER.eos_token_id) == len(read["dialogue_history"])
+    row["dialogue_history"][1]["finished"] = "no"
+    with pytest.raises(SystemExit, match="'finished' of type str"):
+        read_episodes(write_rows(tmp_path / "episodes.jsonl", [row]))
     page = {"problem_description": "A page.", "ground_truth": "<html></html>", "domain": None}
     task = complete_task(page | {"test_cases": None})
     assert task["domain"] == "frontend" and "test_cases" not in task
     code = {"problem_description": "Bold.", "ground_truth": "def f(x): return f'<b>{x}</b>'"}
     with pytest.raises(SystemExit, match="found no test"):
         complete_task(code | {"test_cases": {"test1": None}})
-
-
-def test_finished_is_a_boolean_or_missing_and_turns_are_counted(tmp_path):
-    path, row = tmp_path / "episodes.jsonl", episode("t", 1.0) | {"turns": 77}
-    row["dialogue_history"][1]["finished"] = None
-    read, = read_episodes(write_rows(path, [row]))
-    encoded = train_policy.dialogue_row(TOKENIZER, read, 8192)
-    assert read["turns"] == 2
-    assert encoded.ids.count(TOKENIZER.eos_token_id) == len(read["dialogue_history"])
-    row["dialogue_history"][1]["finished"] = "no"
-    with pytest.raises(SystemExit, match="'finished' of type str"):
-        read_episodes(write_rows(path, [row]))
 
 
 @pytest.mark.parametrize("rope", [

@@ -1,6 +1,5 @@
 """Pages as tasks and answers: extraction, WebSight, similarities, the human's view."""
 
-import base64
 import contextlib
 import io
 import json
@@ -40,7 +39,8 @@ def test_blocks_are_those_of_the_official_expressions():
 
 
 def test_the_page_that_counts_is_the_answers_or_else_the_last_one_of_the_agent():
-    history = dialogue("<html>u</html>", "<html>a</html>", "<html>v</html>", "no page")
+    history = dialogue("<html>u</html>", "<html>o</html>", "no", "<html>a</html>",
+                       "<html>v</html>", "no page")
     assert graded_page("no page", history) == last_page(history) == "<html>a</html>"
     assert graded_page("so: <html>b</html>", history) == "<html>b</html>"
     assert graded_page("x", dialogue("<html>u</html>", "no page")) == ""
@@ -181,24 +181,21 @@ def parts_of(message, kind):
     return [part for part in message["content"] if part["type"] == kind]
 
 
-def test_human_sees_the_solutions_picture_but_none_of_its_html():
-    task = {"problem_description": "a {page}", "ground_truth": PAGE}
-    png = placeholder_picture("https://picsum.photos/4/5")
-    prompt = DOMAINS["frontend"].human_prompt
-    history = dialogue("a page", "see {x} " + PAGE)
-    judge = types.SimpleNamespace(picture=lambda page: png)
-    messages = human_page_view(task, history, prompt, judge)
-    (message,) = messages
-    text = json.dumps(parts_of(message, "text"))
-    assert "a {page}" in text and "see {x}" in text and "bg-red-500" not in text
-    addresses = [part["image_url"]["url"] for part in parts_of(message, "image_url")]
-    assert [base64.b64decode(address.split(",")[1]) for address in addresses] == [png, png]
-    (local,), _ = local_images(messages)
-    assert [part["image"].size for part in parts_of(local, "image")] == [(4, 5)] * 2
-
-    history[1]["content"] = "see {x}"
-    (no_page,) = human_page_view(task, history, prompt, judge)
-    assert len(parts_of(no_page, "image_url")) == 1
+def test_the_human_sees_two_pictures_each_after_its_own_sentence_and_none_of_the_html():
+    drawn = {"<html>mine</html>": png("red"), "<html>yours</html>": png("blue")}
+    task = {"problem_description": "a {message}", "ground_truth": "so: <html>yours</html> ."}
+    history = dialogue("a page", "<html>old</html>", "no", "now <html>mine</html>")
+    judge = types.SimpleNamespace(picture=drawn.get)
+    (message,) = human_page_view(task, history, "{problem_description}: {message} {other}",
+                                 judge)
+    assert message["content"] == [
+        {"type": "text", "text": "a {message}: now [the page below] {other}"},
+        {"type": "text", "text": "The designer's page:"}, image_part(png("red")),
+        {"type": "text", "text": "The page you want:"}, image_part(png("blue"))]
+    (local,), _ = local_images([message])
+    assert [part["image"].size for part in parts_of(local, "image")] == [(100, 60)] * 2
+    (message,) = human_page_view(task, history, DOMAINS["frontend"].human_prompt, judge)
+    assert "yours" not in json.dumps(parts_of(message, "text"))  # none of the solution's HTML
 
 
 def test_human_is_told_which_page_there_is_no_picture_of(browser):
@@ -256,19 +253,6 @@ def test_the_embedded_similarity_is_the_mean_of_layout_detail_and_colour():
     assert embedded_similarity(striped(10), striped(20)) == pytest.approx(2 / 3, abs=0.01)
     # half the greatest difference of a colour is none of the layout: 128 / 255 apart
     assert embedded_similarity(png("#808080"), png("black")) == pytest.approx(1 / 3, abs=1e-3)
-
-
-def test_each_of_the_humans_two_pictures_stands_after_its_own_sentence():
-    drawn = {"<html>mine</html>": png("red"), "<html>yours</html>": png("blue")}
-    task = {"problem_description": "a {message}", "ground_truth": "so: <html>yours</html> ."}
-    history = dialogue("a page", "<html>old</html>", "no", "now <html>mine</html>")
-    judge = types.SimpleNamespace(picture=drawn.get)
-    (message,) = human_page_view(task, history, "{problem_description}: {message} {other}",
-                                 judge)
-    assert message["content"] == [
-        {"type": "text", "text": "a {message}: now [the page below] {other}"},
-        {"type": "text", "text": "The designer's page:"}, image_part(png("red")),
-        {"type": "text", "text": "The page you want:"}, image_part(png("blue"))]
 
 
 def test_the_page_below_is_named_even_where_its_random_pictures_were_replaced():

@@ -94,6 +94,20 @@ def test_train_valid_and_test_share_no_task_and_requirements_vary():
     assert set(Counter(len(task["toy"]["needed"]) for task in splits[0])) == {4, 5}
 
 
+def test_of_ten_tasks_two_are_for_test_and_one_for_valid():
+    counts = Counter(backend_split(topic, (("case", option),))
+                     for topic in TOPICS for option in range(NUM_OPTIONS))
+    share = {split: count / counts.total() for split, count in counts.items()}
+    assert abs(share["test"] - 0.2) < 0.04 and abs(share["valid"] - 0.1) < 0.03
+
+
+def test_a_world_has_all_its_tasks_however_long_the_search_for_them_takes(monkeypatch):
+    small = World(topics=1, details=10, likely=3, needed=(1, 2, 3))
+    every = len(toy.backend.backend_tasks("train", 10**6, small))
+    monkeypatch.setattr(toy.backend, "MAX_MISSES", 300)  # in a row, not in all
+    assert len(toy.backend.backend_tasks("train", 10**6, small)) == every == 85
+
+
 @pytest.mark.parametrize("name, world", [
     ("16", World(topics=16)), ("256", World(topics=256)), ("64/16/5/2-3", World(64, 16, 5, (2, 3))),
     ("8/12/6/3-3", World(8, 12, 6, (3,)))])
@@ -147,6 +161,18 @@ def test_the_request_reveals_no_requirement_and_the_human_only_what_is_asked_for
     assert reply("Hello?") == "I do not know."
 
 
+def test_the_human_answers_the_last_message_alone_and_reads_capitals(tasks):
+    task = tasks[0]
+    wanted = next(iter(task["toy"]["needed"]))
+    unwanted = next(detail for detail in DETAILS if detail not in task["toy"]["needed"])
+    said = dialogue("t", f"What about the {wanted}?", "so", f"Which {unwanted.upper()}?")
+    draw = random.Random(0)
+    assert backend_human(task, said, draw) == "No wish there."
+    assert backend_human(task, [*said, {"role": "user", "content": "No wish there."},
+                                {"role": "assistant", "content": "And now?"}],
+                         draw) == "I do not know."
+
+
 # -----------------------------------------------------------------------------
 # The demonstrator
 
@@ -169,6 +195,39 @@ def test_the_demonstrator_learns_what_is_wanted_from_the_dialogue_alone(tasks):
             for agent, known in ((DEMONSTRATOR, blank), (INFORMED, informed)):
                 with_task = agent(task, history[:end], random.Random(seed))
                 assert agent(known, history[:end], random.Random(seed)) == with_task
+
+
+def test_a_demonstrator_asks_again_and_prefers_as_often_as_its_habits_say():
+    details = list(DETAILS)
+
+    def share(**habits):
+        asked = Counter(detail_to_ask(["case", "unit"], details, ["unit", "tag"], Habits(**habits),
+                                      random.Random(seed)) for seed in range(2000))
+        return (asked["case"] + asked["unit"]) / 2000, asked["tag"] / 2000
+
+    for again, preferred in ((0.2, 0.0), (0.0, 0.5), (0.0, 1.0)):
+        repeated, hoped_for = share(ask_again=again, ask_preferred=preferred)
+        assert abs(repeated - again) < 0.04
+        others = (1 - again) * (1 - preferred) / (len(details) - 2)
+        assert abs(hoped_for - (1 - again) * preferred - others) < 0.04
+    for asked in ([], details):  # nothing to repeat, nothing new
+        assert detail_to_ask(asked, details, [], Habits(), random.Random(0)) in details
+
+
+def test_a_slip_forgets_a_clause_or_mistakes_its_option_equally_often():
+    known = [("case", 0), ("unit", 1), ("tag", 2)]
+    found = [with_slips(known, Habits(slip=0.4), random.Random(seed)) for seed in range(2000)]
+    forgotten = sum(len(written) == 2 for written in found) / 2000
+    mistaken = sum(len(written) == 3 and written != known for written in found) / 2000
+    assert abs(forgotten - 0.2) < 0.03 and abs(mistaken - 0.15) < 0.03  # 3 of 4 options are wrong
+    assert with_slips([], Habits(slip=1.0), random.Random(0)) == []
+    assert known == [("case", 0), ("unit", 1), ("tag", 2)]
+
+
+def test_the_wish_stated_last_counts_and_what_the_agent_says_is_none():
+    first, last, other = (f"Please {phrase_of('case', option)}." for option in (0, 1, 2))
+    assert details_told(dialogue("t", "q", first, other, last, other)) == {"case": 1}
+    assert details_told(dialogue(f"{first} Please go.", "q", "no")) == {"case": 0}
 
 
 def test_each_phrase_clause_and_question_names_one_detail():
@@ -276,12 +335,19 @@ def test_at_the_last_turn_that_was_allowed_every_message_is_an_answer(tasks):
     assert credit_auc(states, credits) == {}
 
 
-def test_halves_of_the_true_credit_prefer_no_worse_candidate_and_those_of_its_opposite_do(tasks):
-    states = [state(task, true_credit) for task in tasks[:20]]
-    shares = halves_shares(states, credits_of(states))
-    assert shares["halves/wrong"] == 0 and shares["halves/equal"] == 0  # equals are no pair
-    states = [state(task, lambda row: true_credit(row, -1)) for task in tasks[:20]]
-    assert halves_shares(states, credits_of(states))["halves/right"] == 0
+def test_shares_of_halves_are_those_of_the_pairs_that_the_policy_draws(tasks):
+    states = [state(task, lambda row: [-index for index in range(len(row["candidates"]))])
+              for task in tasks[:10]]
+    credits = credits_of(states)
+    counts = Counter()
+    for one, credit in zip(states, credits, strict=True):
+        for chosen, rejected in state_pairs(one, "halves", 4, 0):
+            better, worse = credit[chosen].value, credit[rejected].value
+            counts["halves/right"] += better > worse
+            counts["halves/equal"] += better == worse
+            counts["halves/wrong"] += better < worse
+    assert halves_shares(states, credits) == {kind: counts[kind] / 40 for kind in counts}
+    assert all(counts.values())
 
 
 def test_candidates_are_ranked_by_true_credit_or_at_random(tasks, tmp_path, capsys):
@@ -308,6 +374,11 @@ def test_candidates_are_ranked_by_true_credit_or_at_random(tasks, tmp_path, caps
     assert len(lines) == 3
     assert lines[2]["step"] == 2 and lines[2]["credit_auc/all"] == 1
     assert "halves/right" in capsys.readouterr().out
+
+
+def test_random_advantages_are_those_of_a_seed(tasks):
+    drawn = [random_advantages(state(tasks[0]), seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_tasks_without_true_credit_are_refused(tmp_path):
@@ -348,96 +419,6 @@ def test_a_base_is_made_from_demonstrations_and_reads_informed_ones_as_a_critic_
         as_policy = dialogue_row(tokenizer, other, 8192, privileged="none")
         assert (as_critic.ids, as_critic.turn_index) == (as_policy.ids, as_policy.turn_index)
     assert len(speaker.reply(Request([user("Label a text.")]))) == 1
-
-
-def test_recited_dialogues_teach_what_the_human_says_and_no_question(tmp_path):
-    plain, recited = tmp_path / "plain.jsonl", tmp_path / "recited.jsonl"
-    run_script("collect.py", "--tasks", "toy:backend:train", "--num_tasks", 4, "--output", plain,
-               "--samples_per_task", 1, "--agent", "scripted")
-    run_script("toy/make_base.py", "recite", plain, "--output", recited)
-    for one, other in zip(load_episodes([plain])[0], load_episodes([recited])[0], strict=True):
-        replies = [turn["content"] for turn in one["dialogue_history"][2::2]]
-        history = other["dialogue_history"]
-        assert [turn["content"] for turn in history if turn["role"] == "assistant"] == replies
-        assert history[0]["content"].startswith(
-            SOLUTION_NOTE.format(solution=one["task"]["ground_truth"]))
-
-
-def test_random_advantages_are_those_of_a_seed(tasks):
-    drawn = [random_advantages(state(tasks[0]), seed) for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_shares_of_halves_are_those_of_the_pairs_that_the_policy_draws(tasks):
-    states = [state(task, lambda row: [-index for index in range(len(row["candidates"]))])
-              for task in tasks[:10]]
-    credits = credits_of(states)
-    right = equal = 0
-    for one, credit in zip(states, credits, strict=True):
-        for chosen, rejected in state_pairs(one, "halves", 4, 0):
-            right += credit[chosen].value > credit[rejected].value
-            equal += credit[chosen].value == credit[rejected].value
-    shares = halves_shares(states, credits)
-    assert (shares["halves/right"], shares["halves/equal"]) == (right / 40, equal / 40)
-
-
-def test_of_ten_tasks_two_are_for_test_and_one_for_valid():
-    counts = Counter(backend_split(topic, (("case", option),))
-                     for topic in TOPICS for option in range(NUM_OPTIONS))
-    share = {split: count / counts.total() for split, count in counts.items()}
-    assert abs(share["test"] - 0.2) < 0.04 and abs(share["valid"] - 0.1) < 0.03
-
-
-def test_a_demonstrator_asks_again_and_prefers_as_often_as_its_habits_say():
-    details = list(DETAILS)
-
-    def share(**habits):
-        asked = Counter(detail_to_ask(["case", "unit"], details, ["unit", "tag"], Habits(**habits),
-                                      random.Random(seed)) for seed in range(2000))
-        return (asked["case"] + asked["unit"]) / 2000, asked["tag"] / 2000
-
-    for again, preferred in ((0.2, 0.0), (0.0, 0.5), (0.0, 1.0)):
-        repeated, hoped_for = share(ask_again=again, ask_preferred=preferred)
-        assert abs(repeated - again) < 0.04
-        others = (1 - again) * (1 - preferred) / (len(details) - 2)
-        assert abs(hoped_for - (1 - again) * preferred - others) < 0.04
-    for asked in ([], details):  # nothing to repeat, nothing new
-        assert detail_to_ask(asked, details, [], Habits(), random.Random(0)) in details
-
-
-def test_a_slip_forgets_a_clause_or_mistakes_its_option_equally_often():
-    known = [("case", 0), ("unit", 1), ("tag", 2)]
-    found = [with_slips(known, Habits(slip=0.4), random.Random(seed)) for seed in range(2000)]
-    forgotten = sum(len(written) == 2 for written in found) / 2000
-    mistaken = sum(len(written) == 3 and written != known for written in found) / 2000
-    assert abs(forgotten - 0.2) < 0.03 and abs(mistaken - 0.15) < 0.03  # 3 of 4 options are wrong
-    assert with_slips([], Habits(slip=1.0), random.Random(0)) == []
-    assert known == [("case", 0), ("unit", 1), ("tag", 2)]
-
-
-def test_the_wish_stated_last_counts_and_what_the_agent_says_is_none():
-    first, last, other = (f"Please {phrase_of('case', option)}." for option in (0, 1, 2))
-    assert details_told(dialogue("t", "q", first, other, last, other)) == {"case": 1}
-    assert details_told(dialogue(f"{first} Please go.", "q", "no")) == {"case": 0}
-
-
-def test_the_human_answers_the_last_message_alone_and_reads_capitals(tasks):
-    task = tasks[0]
-    wanted = next(iter(task["toy"]["needed"]))
-    unwanted = next(detail for detail in DETAILS if detail not in task["toy"]["needed"])
-    said = dialogue("t", f"What about the {wanted}?", "so", f"Which {unwanted.upper()}?")
-    draw = random.Random(0)
-    assert backend_human(task, said, draw) == "No wish there."
-    assert backend_human(task, [*said, {"role": "user", "content": "No wish there."},
-                                {"role": "assistant", "content": "And now?"}],
-                         draw) == "I do not know."
-
-
-def test_a_world_has_all_its_tasks_however_long_the_search_for_them_takes(monkeypatch):
-    small = World(topics=1, details=10, likely=3, needed=(1, 2, 3))
-    every = len(toy.backend.backend_tasks("train", 10**6, small))
-    monkeypatch.setattr(toy.backend, "MAX_MISSES", 300)  # in a row, not in all
-    assert len(toy.backend.backend_tasks("train", 10**6, small)) == every == 85
 
 
 def test_who_recites_says_each_reply_but_the_answer_and_nothing_where_nothing_was_asked(tmp_path):
