@@ -88,6 +88,11 @@ def test_a_repeated_official_row_is_another_task_and_a_repeated_id_is_refused(tm
         read_tasks(write(tmp_path / "t.jsonl", named, named))
 
 
+def test_another_solution_to_the_same_request_is_another_task():
+    one, other = (complete_task(TASK | {"ground_truth": code})["task_id"] for code in ("x", "y"))
+    assert one != other and one == complete_task(TASK | {"ground_truth": "x"})["task_id"]
+
+
 def test_a_file_of_episodes_given_twice_and_domains_together_are_refused(tmp_path):
     row = {"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": 1.0}
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
@@ -107,14 +112,39 @@ def test_blank_lines_are_no_tasks_and_a_missing_or_empty_file_is_a_sentence(tmp_
         read_tasks(write(tmp_path / "empty.jsonl"))
 
 
+def test_only_the_first_tasks_are_read_if_a_number_is_given(tmp_path):
+    path = write(tmp_path / "t.jsonl", TASK, TASK, TASK)
+    assert [len(read_tasks(path, count)) for count in (1, 2, 3, 9, None)] == [1, 2, 3, 3, 3]
+
+
 def test_an_official_trajectory_file_loads_and_numbers_its_samples(tmp_path):
-    rows = [{"task": TASK, "dialogue_history": DIALOGUE, "answer": "x", "reward": reward}
+    told = dialogue("p", "q", TASK["ground_truth"], "x")
+    rows = [{"task": TASK, "dialogue_history": told, "answer": "x", "reward": reward}
             for reward in (1.0, 0.5)]
     first, second = read_episodes(write(tmp_path / "e.jsonl", *rows))
     assert (first["sample"], second["sample"]) == (0, 1)
     assert (first["success"], second["success"]) == (True, False)
-    assert first["turns"] == 2 and first["error"] is None
+    assert first["turns"] == 2 and first["leak"] == 1.0 and first["error"] is None
     assert first["task"]["task_id"] == second["task"]["task_id"]
+
+
+def test_samples_are_numbered_on_after_the_highest_of_the_files_before(tmp_path):
+    files = [write(tmp_path / f"{samples}.jsonl", *(episode("t", 0.5, int(sample))
+                                                    for sample in samples))
+             for samples in ("20", "10", "01")]
+    assert [row["sample"] for row in load_episodes(files)[0]] == [2, 0, 4, 3, 5, 6]
+
+
+@pytest.mark.parametrize("reward", [-0.1, 1.1, 2, float("nan")])
+def test_a_reward_outside_of_0_to_1_is_refused_except_in_logs(reward):
+    with pytest.raises(SystemExit, match=f"found reward {reward}, expected a number between 0"):
+        episode("t", reward)
+    assert reward != reward or episode("t", reward, domain="logged")["reward"] == reward
+
+
+def test_almost_all_tests_passed_are_no_success():
+    assert [episode("t", reward)["success"] for reward in (1, 1.0, 0.9999, 0)] == [
+        True, True, False, False]
 
 
 def test_real_rows_load_and_survive_a_round_trip(real_data, tmp_path):
@@ -148,6 +178,16 @@ def test_the_human_sees_the_hidden_information_and_the_dialogue_with_roles_swapp
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
 
 
+def test_a_human_with_the_dialogue_in_its_prompt_reads_what_the_official_one_reads():
+    prompt = "{problem_description}|{dialogue_history}|{test_cases}|{missing}"
+    task = TASK | {"problem_description": "write {ground_truth}"}
+    system, message = human_messages(task, dialogue("write f", "what?", "so"), prompt)
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
+    assert message == {"role": "user", "content": (
+        "write {ground_truth}|user:write f\n\n\n\nassistant:what?\n\n\n\nuser:so\n\n\n\nagent:"
+        "|{test_cases}|{missing}")}
+
+
 @pytest.mark.parametrize("domain, text, content, answer", [
     ("backend", "ask?", "ask?", None),
     ("backend", "I WANT TO ANSWER: x I WANT TO ANSWER: y", ..., "x"),
@@ -168,8 +208,24 @@ def test_the_human_reads_no_thought_and_answers_follow_the_marker(domain, text, 
     assert found == (text if content is ... else content, answer)
 
 
+def test_thoughts_that_never_end_are_no_speech_whatever_space_stands_before_them():
+    assert without_thoughts("\n <think>It is x") is None
+    assert without_thoughts("<think>a</think>b</think> c ") == "c"
+
+
 def test_the_whole_last_message_is_the_answer():
     assert split_message({"domain": "backend"}, "ask?", True) == ("ask?", "ask?")
+
+
+def test_an_old_turn_without_a_word_on_its_end_is_finished():
+    history = dialogue("t", "a", "b", " c ", "d", "e")
+    history[1]["finished"], history[3]["finished"] = True, False
+    history[3]["output"] = " <think>x</think> c\n"
+    played = episode("t", 1.0, agent_prompt="p") | {"dialogue_history": history}
+    messages, finished = agent_view(played)
+    assert finished == [True, False, True]
+    assert [message["content"] for message in messages] == [
+        "p", "t", "a", "b", "<think>x</think> c", "d", "e"]
 
 
 @pytest.mark.parametrize("domain", ["backend", "frontend"])
@@ -186,6 +242,12 @@ def test_the_agents_instructions_state_the_number_of_turns_and_one_turn_has_its_
     assert given == "Send 4 of {these}."
     logged = {"domain": "logged"}  # which has no others for one turn
     assert agent_prompt_of(logged, None, 1) == agent_prompt_of(logged, None, 10) == ""
+
+
+def test_an_episode_says_how_many_turns_its_agent_had():
+    for max_turns, words in ((3, "send 3 messages"), (None, "send 10 messages")):
+        played = episode("t", 1.0, agent_prompt=None, max_turns=max_turns)
+        assert words in prompt_of_episode(played)
 
 
 @pytest.mark.parametrize("prompts, expected", [
@@ -346,6 +408,14 @@ def test_what_a_template_would_leave_out_opens_the_request_or_is_refused():
         render(ends_the_last, [*dialogue("t", "a"), {"role": "tool", "content": "It rains."}])
 
 
+def test_a_critics_note_opens_the_request_of_pictures_too():
+    system = {"role": "system", "content": "Be brief."}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    told = without_system([system, {"role": "user", "content": [picture]}, *dialogue("a", "b")])
+    assert told[0]["role"] == "user" and told[1:] == dialogue("a", "b")
+    assert told[0]["content"] == [{"type": "text", "text": "Be brief.\n\n"}, picture]
+
+
 def test_the_example_in_the_docstring_holds():
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{{ '<bos>' if m['role'] == 'user' else '<start>' }}"
@@ -419,87 +489,6 @@ def test_an_end_of_turn_token_takes_in_the_line_end_after_it_as_in_the_whole_tex
     assert tokenizer.convert_tokens_to_ids("\n") not in ids
 
 
-def test_a_turn_that_the_template_changes_later_is_quoted():
-    messages = dialogue("a", "<think>x</think>b", "c", "d")
-    with pytest.raises(SystemExit, match="does not nest .*, here from '<think>x</think>b<end>"):
-        encode_dialogue(byte_tokenizer(LOSES_THOUGHTS), messages)
-
-
-@pytest.mark.parametrize("template, found", [
-    (None, "without chat template"),
-    ("{% for %}", "the chat template of .* refuses the dialogue"),
-    (UNNESTED, "does not nest"),
-    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "closes no agent turn"),
-    (PLAIN.replace("<end>", ""), r"with the ordinary text '\\n'"),
-])
-def test_a_template_without_closed_turns_that_nest_is_refused(template, found):
-    with pytest.raises(SystemExit, match=f"{found}.*expected"):
-        encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))
-
-
-def test_another_solution_to_the_same_request_is_another_task():
-    one, other = (complete_task(TASK | {"ground_truth": code})["task_id"] for code in ("x", "y"))
-    assert one != other and one == complete_task(TASK | {"ground_truth": "x"})["task_id"]
-
-
-def test_only_the_first_tasks_are_read_if_a_number_is_given(tmp_path):
-    path = write(tmp_path / "t.jsonl", TASK, TASK, TASK)
-    assert [len(read_tasks(path, count)) for count in (1, 2, 3, 9, None)] == [1, 2, 3, 3, 3]
-
-
-def test_the_leak_of_an_official_dialogue_is_measured(tmp_path):
-    row = {"task": TASK, "dialogue_history": dialogue("p", "q", TASK["ground_truth"], "x"),
-           "answer": "x", "reward": 1.0}
-    assert read_episodes(write(tmp_path / "e.jsonl", row))[0]["leak"] == 1.0
-
-
-def test_a_human_with_the_dialogue_in_its_prompt_reads_what_the_official_one_reads():
-    prompt = "{problem_description}|{dialogue_history}|{test_cases}|{missing}"
-    task = TASK | {"problem_description": "write {ground_truth}"}
-    system, message = human_messages(task, dialogue("write f", "what?", "so"), prompt)
-    assert system == {"role": "system", "content": "You are a helpful assistant."}
-    assert message == {"role": "user", "content": (
-        "write {ground_truth}|user:write f\n\n\n\nassistant:what?\n\n\n\nuser:so\n\n\n\nagent:"
-        "|{test_cases}|{missing}")}
-
-
-def test_an_episode_says_how_many_turns_its_agent_had():
-    for max_turns, words in ((3, "send 3 messages"), (None, "send 10 messages")):
-        played = episode("t", 1.0, agent_prompt=None, max_turns=max_turns)
-        assert words in prompt_of_episode(played)
-
-
-def test_an_old_turn_without_a_word_on_its_end_is_finished():
-    history = dialogue("t", "a", "b", " c ", "d", "e")
-    history[1]["finished"], history[3]["finished"] = True, False
-    history[3]["output"] = " <think>x</think> c\n"
-    played = episode("t", 1.0, agent_prompt="p") | {"dialogue_history": history}
-    messages, finished = agent_view(played)
-    assert finished == [True, False, True]
-    assert [message["content"] for message in messages] == [
-        "p", "t", "a", "b", "<think>x</think> c", "d", "e"]
-
-
-def test_thoughts_that_never_end_are_no_speech_whatever_space_stands_before_them():
-    assert without_thoughts("\n <think>It is x") is None
-    assert without_thoughts("<think>a</think>b</think> c ") == "c"
-
-
-@pytest.mark.parametrize("reward", [-0.1, 1.1, 2, float("nan")])
-def test_a_reward_outside_of_0_to_1_is_refused_except_in_logs(reward):
-    with pytest.raises(SystemExit, match=f"found reward {reward}, expected a number between 0"):
-        episode("t", reward)
-    assert reward != reward or episode("t", reward, domain="logged")["reward"] == reward
-
-
-def test_a_critics_note_opens_the_request_of_pictures_too():
-    system = {"role": "system", "content": "Be brief."}
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    told = without_system([system, {"role": "user", "content": [picture]}, *dialogue("a", "b")])
-    assert told[0]["role"] == "user" and told[1:] == dialogue("a", "b")
-    assert told[0]["content"] == [{"type": "text", "text": "Be brief.\n\n"}, picture]
-
-
 def test_a_tokenizer_that_opens_every_text_opens_no_part_of_a_dialogue():
     """As Llama's does with its token for the beginning, which the template writes itself."""
     plain, opening = byte_tokenizer(), byte_tokenizer()
@@ -516,13 +505,19 @@ def test_a_tokenizer_that_opens_every_text_opens_no_part_of_a_dialogue():
     assert encode_prompt(unnested, DIALOGUE[:1]) == wanted
 
 
-def test_samples_are_numbered_on_after_the_highest_of_the_files_before(tmp_path):
-    files = [write(tmp_path / f"{samples}.jsonl", *(episode("t", 0.5, int(sample))
-                                                    for sample in samples))
-             for samples in ("20", "10", "01")]
-    assert [row["sample"] for row in load_episodes(files)[0]] == [2, 0, 4, 3, 5, 6]
+def test_a_turn_that_the_template_changes_later_is_quoted():
+    messages = dialogue("a", "<think>x</think>b", "c", "d")
+    with pytest.raises(SystemExit, match="does not nest .*, here from '<think>x</think>b<end>"):
+        encode_dialogue(byte_tokenizer(LOSES_THOUGHTS), messages)
 
 
-def test_almost_all_tests_passed_are_no_success():
-    assert [episode("t", reward)["success"] for reward in (1, 1.0, 0.9999, 0)] == [
-        True, True, False, False]
+@pytest.mark.parametrize("template, found", [
+    (None, "without chat template"),
+    ("{% for %}", "the chat template of .* refuses the dialogue"),
+    (UNNESTED, "does not nest"),
+    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "closes no agent turn"),
+    (PLAIN.replace("<end>", ""), r"with the ordinary text '\\n'"),
+])
+def test_a_template_without_closed_turns_that_nest_is_refused(template, found):
+    with pytest.raises(SystemExit, match=f"{found}.*expected"):
+        encode_dialogue(byte_tokenizer(template), dialogue("a", "b"))

@@ -117,6 +117,10 @@ def test_tasks_that_all_agree_have_wilsons_interval(values, low, high):
     assert [number["low"], number["high"]] == pytest.approx([low, high], abs=1e-6)
 
 
+def test_a_bound_of_exactly_0_excludes_no_0_whatever_the_order_of_addition():
+    assert evaluate.bounds(numpy.array([2.8e-18, -2.8e-18, 0.5] * 10), 5)["low"] == 0
+
+
 # -----------------------------------------------------------------------------
 # Comparisons
 
@@ -132,6 +136,14 @@ def test_equal_sums_that_were_added_in_another_order_are_a_tie():
     once, tasks = numpy.ones((1, 1)), numpy.ones((1, 100))
     found = evaluate.compare(ours, theirs, once, once, tasks, limits=None)
     assert (ours != theirs).any() and found["wins"] == found["losses"] == 0
+
+
+def test_one_huge_reward_of_a_log_makes_no_other_task_a_tie():
+    better, worse = numpy.full((1, 21), 0.9), numpy.full((1, 21), 0.1)
+    better[0, 0] = worse[0, 0] = 1e13
+    seed_draws, task_draws = draws(1, 21)
+    found = evaluate.compare(better, worse, seed_draws, seed_draws, task_draws, None)
+    assert (found["wins"], found["losses"]) == (20, 0)
 
 
 @pytest.mark.parametrize("wins, losses, p", [
@@ -167,6 +179,22 @@ def test_the_interval_of_a_win_rate_covers_other_seeds():
         assert rate["value"] == 1.0
         widths.append(rate["high"] - rate["low"])
     assert widths[0] < 0.2 and widths[1] == 1.0
+
+
+def test_the_seeds_of_two_policies_are_drawn_independently(tmp_path):
+    files = [*seeds(tmp_path, "a", 20, 0, 20), *seeds(tmp_path, "b", 20, 0, 20)]
+    (lead,) = evaluated(tmp_path, *files)["leads"]
+    assert (lead["difference"]["low"], lead["difference"]["high"]) == (-1.0, 1.0)
+
+
+def test_a_task_that_one_seed_did_not_finish_is_no_task_of_the_comparison():
+    partly, whole = numpy.array([[1.0, math.nan, 1.0], [1.0, 1.0, 0.5]]), numpy.zeros((1, 3))
+    seed_draws, task_draws = draws(2, 3)
+    once = numpy.ones((2000, 1))
+    found = evaluate.compare(partly, whole, seed_draws, once, task_draws)
+    assert (found["tasks"], found["difference"]["value"]) == (2, 0.875)
+    found = evaluate.compare(whole, partly, once, seed_draws, task_draws)
+    assert (found["tasks"], found["difference"]["value"]) == (2, -0.875)
 
 
 @pytest.mark.parametrize("tasks, settled", [(2, False), (5, False), (9, True)])
@@ -221,6 +249,11 @@ def test_words_are_those_that_the_agent_wrote_its_thoughts_included(tmp_path):
     assert numbers_of(tmp_path, rows=[row])["words"]["value"] == 3
 
 
+def test_the_number_of_turns_is_that_of_the_episodes_that_tell_it(tmp_path):
+    rows = [episode(0, max_turns=9), episode(1)]
+    assert evaluated(tmp_path, p=rows)["policies"]["p"]["max_turns"] == 9
+
+
 def test_errors_count_as_errors_and_nowhere_else(tmp_path):
     rows = [episode(0), failed(1, "server gone") | {"turns": 99}]
     numbers = numbers_of(tmp_path, rows=rows)
@@ -266,7 +299,9 @@ def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path,
     assert numbers["reward"] == {"value": 40.0, "low": 40.0, "high": 40.0}  # no limits to reach for
     assert numbers["success"] is numbers["no_answer"] is None
     assert (numbers["turns"]["value"], numbers["words"]["value"]) == (2, 3)
-    assert results["leads"][0]["difference"] == {"value": 43.0, "low": 43.0, "high": 43.0}
+    (lead,) = results["leads"]
+    assert lead["difference"] == {"value": 43.0, "low": 43.0, "high": 43.0}
+    assert lead["win_rate"]["low"] == pytest.approx(8 / (8 + evaluate.Z**2))
     printed = capsys.readouterr().out
     assert printed.startswith("b wins: b reaches 40.000 [40.000, 40.000] (Reward), 43.000 [43.000,")
     assert "answer" not in printed.lower()
@@ -368,6 +403,11 @@ def test_best_policy_is_compared_with_each_other_the_next_best_first(tmp_path, c
     assert second.startswith("best leads low by 90.0 points [") and "not settled" not in second
 
 
+def test_policies_that_are_level_with_the_best_are_named(tmp_path, capsys):
+    evaluated(tmp_path, a=outcomes(3, 4), b=outcomes(3, 4), c=outcomes(3, 4))
+    assert "a is level with c.\n" in capsys.readouterr().out
+
+
 def test_few_large_gains_settle_nothing_against_many_small_losses(tmp_path, capsys):
     """Means favour `new`, which is better on 40 tasks and worse on 70."""
     def policy(solved):  # of three samples
@@ -381,7 +421,9 @@ def test_few_large_gains_settle_nothing_against_many_small_losses(tmp_path, caps
 
 
 def test_a_settled_winner_is_said_to_win_by_how_much(tmp_path, capsys):
-    evaluated(tmp_path, a=outcomes(9, 9), b=outcomes(0, 9))
+    (lead,) = evaluated(tmp_path, a=outcomes(9, 9), b=outcomes(0, 9))["leads"]
+    won = 9 / (9 + evaluate.Z**2)  # Wilson's interval of a share, as it has won all tasks
+    assert lead["win_rate"] == {"value": 1.0, "low": pytest.approx(won), "high": 1.0}
     assert capsys.readouterr().out.startswith(
         "a wins: a solves 100.0 % [70.1, 100.0] of the tasks, 100.0 points [40.2, 100.0] more than"
         " b, the next best.\n")
@@ -422,6 +464,12 @@ def test_policies_that_talked_to_different_humans_are_named_as_such(tmp_path, ca
     assert "held with different humans (llama, qwen), so" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("solved, told", [((1, 2), True), ((1, 2, 3), False)])
+def test_fewer_than_three_seeds_are_called_few(tmp_path, capsys, solved, told):
+    evaluated(tmp_path, *seeds(tmp_path, "a", 4, *solved), *seeds(tmp_path, "b", 4, 0, 1, 2))
+    assert ("With fewer than three seeds of a policy" in capsys.readouterr().out) == told
+
+
 @pytest.mark.parametrize("ours, theirs, said", [
     ({"judge": "--judge fixed"}, {"judge": "--judge official"},
      "graded with different flags (a --judge fixed, b --judge official), so"),
@@ -442,16 +490,30 @@ def test_what_else_may_explain_a_difference_is_said(tmp_path, capsys, ours, thei
     assert not any(part in printed for part in ("different", "best of"))
 
 
+@pytest.mark.parametrize("limit, told", [(5, True), (10, False), (1, False)])
+def test_other_numbers_of_turns_are_told_unless_one_policy_may_not_ask(
+        tmp_path, capsys, limit, told):
+    evaluated(tmp_path, a=outcomes(3, 4, max_turns=10, agent_prompt="Ask."),
+              b=outcomes(2, 4, max_turns=limit, agent_prompt="Answer." if limit == 1 else "Ask."))
+    said = capsys.readouterr().out
+    assert (f"different numbers of turns (--max_turns: a 10, b {limit}), so" in said) == told
+    assert "instructions" not in said  # who may not ask needs others
+
+
+def test_a_judge_of_a_later_seed_is_named_too(tmp_path, capsys):
+    files = [f"{name}=" + str(write_rows(tmp_path / f"{name}{judge}.jsonl",
+                                         outcomes(2, 4, judge=f"--judge {judge}")))
+             for name, judge in (("a", "fixed"), ("a", "official"), ("b", "fixed"))]
+    evaluated(tmp_path, *files)
+    assert "(a --judge fixed or --judge official, b --judge fixed)" in capsys.readouterr().out
+
+
 def test_unknown_instructions_and_errors_are_no_reason(tmp_path, capsys):
     unknown = [episode(0, reward=None, error="gone", agent_prompt=None)]
     with pytest.raises(SystemExit):
         evaluated(tmp_path, a=unknown, b=unknown,
                   c=outcomes(1, 1, agent_prompt="Ask.", max_turns=9))
     assert "instructions" not in capsys.readouterr().out
-
-
-def test_a_bound_of_exactly_0_excludes_no_0_whatever_the_order_of_addition():
-    assert evaluate.bounds(numpy.array([2.8e-18, -2.8e-18, 0.5] * 10), 5)["low"] == 0
 
 
 def test_policies_that_give_no_answer_more_than_half_of_the_time_are_named(tmp_path, capsys):
@@ -503,6 +565,24 @@ def test_the_main_number_is_shown_even_if_it_is_zero_for_every_policy(tmp_path):
         assert heading in policy_table(evaluated(tmp_path, p=rows))[0]
 
 
+def test_the_tables_name_their_columns_put_the_main_number_first_and_count_ties(tmp_path):
+    solved = {"a": (1, 0, 1, 0), "b": (0, 1, 1, 0), "c": (0, 0, 0, 0)}
+    results = evaluated(tmp_path, **{name: [episode(task, reward=float(reward))
+                                            for task, reward in enumerate(rewards)]
+                                     for name, rewards in solved.items()})
+    headings, *rows = policy_table(results)
+    assert headings == ["Policy", "Tasks", "Episodes", "Success %", "Tests passed %", "Turns",
+                        "Agent words", "No answer %"]  # and none that is zero for all
+    assert [row[:3] for row in rows] == [[name, "4", "4"] for name in "abc"]
+    assert [(pair["policy"], pair["metric"]) for pair in results["comparisons"]] == [
+        *itertools.product("bc", ("success", "reward"))]
+    _, b, c, *rest = pair_table(results)
+    assert (b[0], b[1], b[4]) == ("b − a", "Success %", "1 / 1 / 2")
+    assert (c[0], c[1], c[4]) == ("c − a", "Success %", "0 / 2 / 2")
+    assert [row[:2] for row in rest] == [["b − a", "Tests passed %"],
+                                         ["c − a", "Tests passed %"]]
+
+
 def test_markdown_survives_a_pipe_in_a_name_and_is_aligned():
     lines = evaluate.markdown([["Policy", "a|b"], ["Turns", "1.0 [1.0, 1.0]"]]).splitlines()
     assert lines == ["| Policy | a\\|b           |",
@@ -528,94 +608,8 @@ def test_same_seed_gives_the_same_bytes_and_md_holds_what_is_printed(tmp_path, c
     assert capsys.readouterr().out.endswith(written[0][1])
 
 
-def test_a_task_that_one_seed_did_not_finish_is_no_task_of_the_comparison():
-    partly, whole = numpy.array([[1.0, math.nan, 1.0], [1.0, 1.0, 0.5]]), numpy.zeros((1, 3))
-    seed_draws, task_draws = draws(2, 3)
-    once = numpy.ones((2000, 1))
-    found = evaluate.compare(partly, whole, seed_draws, once, task_draws)
-    assert (found["tasks"], found["difference"]["value"]) == (2, 0.875)
-    found = evaluate.compare(whole, partly, once, seed_draws, task_draws)
-    assert (found["tasks"], found["difference"]["value"]) == (2, -0.875)
-
-
-def test_the_win_rate_of_tasks_that_are_all_won_has_wilsons_interval_of_a_share(tmp_path):
-    won = 9 / (9 + evaluate.Z**2)
-    (lead,) = evaluated(tmp_path, a=outcomes(9, 9), b=outcomes(0, 9))["leads"]
-    assert lead["win_rate"] == {"value": 1.0, "low": pytest.approx(won), "high": 1.0}
-    logs = {name: [episode(task, reward=reward, domain="logged") for task in range(9)]
-            for name, reward in (("a", 5.0), ("b", -5.0))}
-    (lead,) = evaluated(tmp_path, **logs)["leads"]
-    assert lead["win_rate"]["low"] == pytest.approx(won)
-
-
-def test_the_seeds_of_two_policies_are_drawn_independently(tmp_path):
-    files = [*seeds(tmp_path, "a", 20, 0, 20), *seeds(tmp_path, "b", 20, 0, 20)]
-    (lead,) = evaluated(tmp_path, *files)["leads"]
-    assert (lead["difference"]["low"], lead["difference"]["high"]) == (-1.0, 1.0)
-
-
-@pytest.mark.parametrize("limit, told", [(5, True), (10, False), (1, False)])
-def test_other_numbers_of_turns_are_told_unless_one_policy_may_not_ask(
-        tmp_path, capsys, limit, told):
-    evaluated(tmp_path, a=outcomes(3, 4, max_turns=10, agent_prompt="Ask."),
-              b=outcomes(2, 4, max_turns=limit, agent_prompt="Answer." if limit == 1 else "Ask."))
-    said = capsys.readouterr().out
-    assert (f"different numbers of turns (--max_turns: a 10, b {limit}), so" in said) == told
-    assert "instructions" not in said  # who may not ask needs others
-
-
-@pytest.mark.parametrize("solved, told", [((1, 2), True), ((1, 2, 3), False)])
-def test_fewer_than_three_seeds_are_called_few(tmp_path, capsys, solved, told):
-    evaluated(tmp_path, *seeds(tmp_path, "a", 4, *solved), *seeds(tmp_path, "b", 4, 0, 1, 2))
-    assert ("With fewer than three seeds of a policy" in capsys.readouterr().out) == told
-
-
-def test_policies_that_are_level_with_the_best_are_named(tmp_path, capsys):
-    evaluated(tmp_path, a=outcomes(3, 4), b=outcomes(3, 4), c=outcomes(3, 4))
-    assert "a is level with c.\n" in capsys.readouterr().out
-
-
-def test_the_tables_name_their_columns_put_the_main_number_first_and_count_ties(tmp_path):
-    solved = {"a": (1, 0, 1, 0), "b": (0, 1, 1, 0), "c": (0, 0, 0, 0)}
-    results = evaluated(tmp_path, **{name: [episode(task, reward=float(reward))
-                                            for task, reward in enumerate(rewards)]
-                                     for name, rewards in solved.items()})
-    headings, *rows = policy_table(results)
-    assert headings == ["Policy", "Tasks", "Episodes", "Success %", "Tests passed %", "Turns",
-                        "Agent words", "No answer %"]  # and none that is zero for all
-    assert [row[:3] for row in rows] == [[name, "4", "4"] for name in "abc"]
-    assert [(pair["policy"], pair["metric"]) for pair in results["comparisons"]] == [
-        *itertools.product("bc", ("success", "reward"))]
-    _, b, c, *rest = pair_table(results)
-    assert (b[0], b[1], b[4]) == ("b − a", "Success %", "1 / 1 / 2")
-    assert (c[0], c[1], c[4]) == ("c − a", "Success %", "0 / 2 / 2")
-    assert [row[:2] for row in rest] == [["b − a", "Tests passed %"],
-                                         ["c − a", "Tests passed %"]]
-
-
-def test_one_huge_reward_of_a_log_makes_no_other_task_a_tie():
-    better, worse = numpy.full((1, 21), 0.9), numpy.full((1, 21), 0.1)
-    better[0, 0] = worse[0, 0] = 1e13
-    seed_draws, task_draws = draws(1, 21)
-    found = evaluate.compare(better, worse, seed_draws, seed_draws, task_draws, None)
-    assert (found["wins"], found["losses"]) == (20, 0)
-
-
 def test_no_refusal_lets_a_file_steer_the_terminal(tmp_path):
     files = [f"{name}={write_rows(tmp_path / f'{name}.jsonl', [conftest.episode(task, 1.0)])}"
              for name, task in (("p", "t"), ("q", "\x1b[2J"))]
     done = run_script("evaluate.py", *files, "--output", tmp_path / "out", check=False)
     assert done.returncode == 1 and "\x1b" not in done.stderr and "\\x1b[2J" in done.stderr
-
-
-def test_the_number_of_turns_is_that_of_the_episodes_that_tell_it(tmp_path):
-    rows = [episode(0, max_turns=9), episode(1)]
-    assert evaluated(tmp_path, p=rows)["policies"]["p"]["max_turns"] == 9
-
-
-def test_a_judge_of_a_later_seed_is_named_too(tmp_path, capsys):
-    files = [f"{name}=" + str(write_rows(tmp_path / f"{name}{judge}.jsonl",
-                                         outcomes(2, 4, judge=f"--judge {judge}")))
-             for name, judge in (("a", "fixed"), ("a", "official"), ("b", "fixed"))]
-    evaluated(tmp_path, *files)
-    assert "(a --judge fixed or --judge official, b --judge fixed)" in capsys.readouterr().out

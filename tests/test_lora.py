@@ -51,6 +51,31 @@ def test_before_the_first_step_and_with_the_matrices_off_the_model_is_the_one_it
     assert torch.equal(learnt(IDS).logits, with_all)  # all of them are on again
 
 
+def test_a_layer_adds_alpha_over_rank_times_its_matrices():
+    base = torch.nn.Linear(3, 2)
+    layer = LoraLinear(base, rank=4, alpha=8)
+    layer.up.data.normal_()
+    x = torch.ones(1, 3)
+    expected = base(x) + 8 / 4 * x @ (layer.up @ layer.down).T
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_only_matrices_are_trained_and_in_fp32():
+    model = add_matrices(tiny_model(byte_tokenizer()).bfloat16(), **SETTINGS)
+    assert len(trained_parameters(model)) == 2 * 7 * 2  # of seven layers in each of two blocks
+    assert all(parameter.dtype == torch.float32 for parameter in trained_parameters(model))
+
+
+def test_matrices_are_drawn_on_the_cpu_wherever_their_layer_is():
+    torch.manual_seed(0)
+    layer = LoraLinear(torch.nn.Linear(4, 4, device="meta"), rank=2, alpha=4)
+    drawn = torch.get_rng_state()
+    assert {layer.down.device.type, layer.up.device.type} == {"meta"}
+    torch.manual_seed(0)
+    torch.empty(2, 4).uniform_()
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
 def test_logits_gradients_and_merged_weights_equal_those_of_peft():
     peft = pytest.importorskip("peft")  # pip install --no-deps peft==0.21.2 accelerate psutil
     tokenizer = byte_tokenizer()
@@ -75,12 +100,14 @@ def test_logits_gradients_and_merged_weights_equal_those_of_peft():
     torch.testing.assert_close(merged, dict(theirs.merge_and_unload().state_dict()))
 
 
-def test_merged_weights_give_the_matrices_logits_and_differ_in_their_layers_alone(monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second one's layers have biases
+def test_merged_weights_give_the_matrices_logits_and_differ_in_their_layers_alone(
+        monkeypatch, family):
     tokenizer = byte_tokenizer()
-    plain = tiny_model(tokenizer)
+    plain = tiny_model(tokenizer, family)
     targets = ("q_proj", "down_proj")
     monkeypatch.setattr("runtime.lora.LINEAR_LAYERS", targets)
-    learnt = with_matrices(tiny_model(tokenizer))
+    learnt = with_matrices(tiny_model(tokenizer, family))
     merged, matrices = merge(dict(learnt.named_parameters()), learnt)
     assert merged.keys() == dict(plain.named_parameters()).keys()
     changed = {name for name, weight in plain.named_parameters()
@@ -191,16 +218,6 @@ def test_the_files_of_a_checkpoint_with_matrices_have_equal_permissions(tmp_path
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
-def test_matrices_are_drawn_on_the_cpu_wherever_their_layer_is():
-    torch.manual_seed(0)
-    layer = LoraLinear(torch.nn.Linear(4, 4, device="meta"), rank=2, alpha=4)
-    drawn = torch.get_rng_state()
-    assert {layer.down.device.type, layer.up.device.type} == {"meta"}
-    torch.manual_seed(0)
-    torch.empty(2, 4).uniform_()
-    assert torch.equal(drawn, torch.get_rng_state())
-
-
 def test_a_second_training_of_matrices_in_bf16_keeps_first_and_base(trained, tiny, tmp_path):
     flags = "--successes", "--dtype", "bfloat16"
     for before, after in ((tiny(), "first"), (tmp_path / "first", "second")):
@@ -250,21 +267,6 @@ def test_every_objective_trains_matrices_and_leaves_the_rest(script, more, train
     assert ("score.weight" in after) == ("value" in script)
 
 
-def test_only_matrices_are_trained_and_in_fp32():
-    model = add_matrices(tiny_model(byte_tokenizer()).bfloat16(), **SETTINGS)
-    assert len(trained_parameters(model)) == 2 * 7 * 2  # of seven layers in each of two blocks
-    assert all(parameter.dtype == torch.float32 for parameter in trained_parameters(model))
-
-
-def test_a_layer_adds_alpha_over_rank_times_its_matrices():
-    base = torch.nn.Linear(3, 2)
-    layer = LoraLinear(base, rank=4, alpha=8)
-    layer.up.data.normal_()
-    x = torch.ones(1, 3)
-    expected = base(x) + 8 / 4 * x @ (layer.up @ layer.down).T
-    torch.testing.assert_close(layer(x), expected)
-
-
 def test_alpha_is_twice_the_rank_by_default(trained, tiny, tmp_path):
     run_script("train_critic.py", *lora(trained / "episodes.jsonl", tiny(), tmp_path / "critic",
                                         "--lora_alpha", 8))
@@ -279,14 +281,6 @@ def test_another_seed_begins_with_other_matrices(tiny, tmp_path):
         matrices = load_file(tmp_path / f"{seed}" / MATRICES)
         found.append(matrices["model.layers.0.mlp.up_proj.down"])
     assert not torch.equal(*found)
-
-
-def test_biases_of_layers_with_matrices_keep_their_names():
-    plain = tiny_model(byte_tokenizer(), "qwen2")
-    learnt = with_matrices(copy.deepcopy(plain))
-    merged, _ = merge(dict(learnt.named_parameters()), learnt)
-    assert merged.keys() == dict(plain.named_parameters()).keys()
-    assert any(name.endswith("q_proj.bias") for name in merged)
 
 
 def test_a_value_head_is_trained_in_fp32_beside_the_matrices(tiny):

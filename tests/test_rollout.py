@@ -299,6 +299,19 @@ def test_states_are_those_of_a_share_of_the_tasks_and_of_each_so_many(monkeypatc
     assert all(count == min(3, 1 + index) for index, count in counts.items())
 
 
+def test_a_share_of_few_tasks_is_one_task_and_no_order_of_the_files_changes_the_states():
+    episodes = [episode(f"task{index}", 0.0, texts=("t", *["q", "r"] * 8, "x"))
+                for index in range(6)]
+    few = collect.choose_states(episodes, 0.05, None, 0)
+    assert len({state["task"]["task_id"] for state in few}) == 1
+    drawn, again = ({(state["task"]["task_id"], state["turn"])
+                     for state in collect.choose_states(found, 0.5, 3, 0)}
+                    for found in (episodes, episodes[::-1]))
+    assert drawn == again and len(drawn) == 9  # three states of each of three tasks
+    turns = {tuple(sorted(turn for found, turn in drawn if found == task)) for task, _ in drawn}
+    assert len(turns) > 1  # each task draws its own
+
+
 def test_a_state_that_fails_is_a_row_with_an_error_which_a_rerun_asks_again(tmp_path, monkeypatch):
     expected = sampled(monkeypatch, Served(content_of), tmp_path / "whole", thirty_states())
     refusing = Failing(content_of, fails=lambda request: content_of(request) == "request 5")
@@ -401,6 +414,29 @@ def test_a_file_of_the_users_whose_name_begins_like_a_ranks_is_left_alone(tmp_pa
     refuse_unfinished(path)
 
 
+def test_an_output_with_brackets_in_its_name_is_resumed_like_any_other(tmp_path):
+    path = tmp_path / "rows[1].jsonl"
+    (tmp_path / "rows1.jsonl.rank0").write_text(line(9))  # what [1] would match
+    store(path).append({"key": 0})
+    assert store(path).rows == {0: {"key": 0}}
+    assert rank_files(path) == [tmp_path / "rows[1].jsonl.rank0"]
+
+
+def test_what_a_kill_within_a_merge_left_is_removed_and_no_file_of_another_name(tmp_path):
+    halves = [tmp_path / f"rows.jsonl{ending}" for ending in (".tmp12", ".rank0.tmp345")]
+    others = [tmp_path / f"rows.jsonl{ending}" for ending in ("2.tmp12", ".tmp", ".rank0.tmpx")]
+    for path in halves + others:
+        path.write_text("{")
+    store(tmp_path / "rows.jsonl")
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_half_a_line_that_is_json_of_its_own_is_no_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    (tmp_path / "rows.jsonl.rank0").write_text(line(0) + "12\n" + '"key"\n' + line(1) + "3")
+    assert sorted(store(path).rows) == [0, 1]
+
+
 # -----------------------------------------------------------------------------
 # What cannot be played is refused
 
@@ -435,19 +471,6 @@ def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_pa
     assert not (tmp_path / "p").exists()
 
 
-def test_a_share_of_few_tasks_is_one_task_and_no_order_of_the_files_changes_the_states():
-    episodes = [episode(f"task{index}", 0.0, texts=("t", *["q", "r"] * 8, "x"))
-                for index in range(6)]
-    few = collect.choose_states(episodes, 0.05, None, 0)
-    assert len({state["task"]["task_id"] for state in few}) == 1
-    drawn, again = ({(state["task"]["task_id"], state["turn"])
-                     for state in collect.choose_states(found, 0.5, 3, 0)}
-                    for found in (episodes, episodes[::-1]))
-    assert drawn == again and len(drawn) == 9  # three states of each of three tasks
-    turns = {tuple(sorted(turn for found, turn in drawn if found == task)) for task, _ in drawn}
-    assert len(turns) > 1  # each task draws its own
-
-
 @pytest.mark.parametrize("party", ["agent", "human", "agent of states"])
 def test_no_output_is_continued_with_a_party_that_was_trained_anew(
         tiny, toy_episodes, tmp_path, party):
@@ -466,29 +489,6 @@ def test_no_output_is_continued_with_a_party_that_was_trained_anew(
         write_rows(model / "run.json", [{"flags": {"seed": seed}, "inputs": {}}])
         done = run_script("collect.py", *flags, "--output", tmp_path / "out.jsonl", check=seed == 0)
     assert "model/run.json (its content)" in done.stderr
-
-
-def test_an_output_with_brackets_in_its_name_is_resumed_like_any_other(tmp_path):
-    path = tmp_path / "rows[1].jsonl"
-    (tmp_path / "rows1.jsonl.rank0").write_text(line(9))  # what [1] would match
-    store(path).append({"key": 0})
-    assert store(path).rows == {0: {"key": 0}}
-    assert rank_files(path) == [tmp_path / "rows[1].jsonl.rank0"]
-
-
-def test_what_a_kill_within_a_merge_left_is_removed_and_no_file_of_another_name(tmp_path):
-    halves = [tmp_path / f"rows.jsonl{ending}" for ending in (".tmp12", ".rank0.tmp345")]
-    others = [tmp_path / f"rows.jsonl{ending}" for ending in ("2.tmp12", ".tmp", ".rank0.tmpx")]
-    for path in halves + others:
-        path.write_text("{")
-    store(tmp_path / "rows.jsonl")
-    assert sorted(tmp_path.iterdir()) == sorted(others)
-
-
-def test_half_a_line_that_is_json_of_its_own_is_no_row(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    (tmp_path / "rows.jsonl.rank0").write_text(line(0) + "12\n" + '"key"\n' + line(1) + "3")
-    assert sorted(store(path).rows) == [0, 1]
 
 
 def test_blank_space_around_instructions_is_none_of_them(tmp_path):
@@ -519,12 +519,9 @@ def test_a_served_party_goes_on_under_its_models_name_and_not_under_another(tmp_
     assert who() == who("a") == who("http://h/v1", "a") == {"agent": "a", "human": "http://g/v1"}
     with pytest.raises(SystemExit, match="found the model a, expected b, which has played"):
         who("a", "b")
-
-
-def test_a_slash_behind_a_directory_is_no_part_of_who_played():
-    args = types.SimpleNamespace(agent="toy/base/", human="scripted", output="o")
-    found = roles.players(args, None, None, types.SimpleNamespace(rows={}))
-    assert found == {"agent": "toy/base", "human": "scripted"}
+    args.agent = "toy/base/"  # a directory, with the slash that a shell adds
+    agent.model_name = None
+    assert who()["agent"] == "toy/base"
 
 
 def test_a_placeholder_that_no_task_has_is_told_before_any_dialogue(tmp_path, capsys):
