@@ -26,9 +26,14 @@ def episode(task, sample=0, reward=1.0, **more):
     return conftest.episode(f"t{task}", reward, sample, ("p", "one two"), **more)
 
 
+def rewarded(*rewards, **more):
+    """An episode of each task, with these rewards."""
+    return [episode(task, reward=float(reward), **more) for task, reward in enumerate(rewards)]
+
+
 def outcomes(solved, tasks, **more):
     """An episode of each task, of which the first ones are solved."""
-    return [episode(task, reward=float(task < solved), **more) for task in range(tasks)]
+    return rewarded(*(task < solved for task in range(tasks)), **more)
 
 
 def failed(task, reason):
@@ -155,9 +160,7 @@ def test_sign_test_is_the_exact_binomial(wins, losses, p):
 
 def test_paired_difference_is_far_narrower_than_the_unpaired_one(tmp_path):
     easy = numpy.random.default_rng(2).random(60)
-    left = [episode(task, reward=float(value)) for task, value in enumerate(easy)]
-    right = [episode(task, reward=float(value) * 0.9) for task, value in enumerate(easy)]
-    results = evaluated(tmp_path, base=right, p=left)
+    results = evaluated(tmp_path, base=rewarded(*0.9 * easy), p=rewarded(*easy))
     pair = next(pair for pair in results["comparisons"] if pair["metric"] == "reward")
     alone = results["policies"]["p"]["numbers"]["reward"]
     paired = pair["difference"]
@@ -205,11 +208,9 @@ def test_few_tasks_settle_nothing_however_clear_they_are(tmp_path, tasks, settle
 
 
 def test_many_small_wins_do_not_settle_what_a_few_great_losses_undo(tmp_path):
-    def pages(gains):
-        return [episode(task, reward=0.5 + gain, domain="frontend")
-                for task, gain in enumerate(gains)]
-
-    (lead,) = evaluated(tmp_path, a=pages([0.1] * 25 + [-0.4] * 5), b=pages([0] * 30))["leads"]
+    pages = {"a": rewarded(*[0.6] * 25, *[0.1] * 5, domain="frontend"),
+             "b": rewarded(*[0.5] * 30, domain="frontend")}
+    (lead,) = evaluated(tmp_path, **pages)["leads"]
     assert lead["sign_test_p"] < 0.05 and not lead["settled"]
 
 
@@ -222,11 +223,8 @@ def test_policies_that_tie_on_every_task_still_have_an_interval(tmp_path, solved
 
 
 def test_pages_are_compared_by_reward_and_ties_count_half(tmp_path):
-    def pages(*cosines):
-        return [episode(task, reward=cosine, domain="frontend")
-                for task, cosine in enumerate(cosines)]
-
-    results = evaluated(tmp_path, theirs=pages(0.8, 0.6, 0.7), ours=pages(0.9, 0.5, 0.7))
+    results = evaluated(tmp_path, theirs=rewarded(0.8, 0.6, 0.7, domain="frontend"),
+                        ours=rewarded(0.9, 0.5, 0.7, domain="frontend"))
     (pair,) = results["comparisons"]
     assert pair["metric"] == "reward" and pair["win_rate"]["value"] == 0.5
     assert results["policies"]["ours"]["numbers"]["success"] is None
@@ -291,8 +289,7 @@ def test_an_episode_without_an_answer_is_counted_as_one(tmp_path, text, lacks):
 def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path, capsys):
     history = dialogue("p", "one two", "seven words are not", "x")
     history[2]["role"] = "tool"
-    policies = {name: [episode(task, reward=reward, domain="logged", dialogue_history=history)
-                       for task in range(8)]
+    policies = {name: rewarded(*[reward] * 8, domain="logged", dialogue_history=history)
                 for name, reward in (("a", -3.0), ("b", 40.0))}
     results = evaluated(tmp_path, **policies)
     numbers = results["policies"]["b"]["numbers"]
@@ -310,16 +307,13 @@ def test_logs_have_rewards_of_any_size_and_neither_success_nor_answers(tmp_path,
 
 
 def test_tiny_rewards_of_logs_are_told_apart(tmp_path, capsys):
-    evaluated(tmp_path, **{name: [episode(task, reward=reward, domain="logged")
-                                  for task in range(8)]
+    evaluated(tmp_path, **{name: rewarded(*[reward] * 8, domain="logged")
                            for name, reward in (("a", 1e-4), ("b", 4e-4), ("c", 2e-4))})
     printed = capsys.readouterr().out
     assert printed.startswith("b wins: b reaches 0.000400 [0.000400, 0.000400] (Reward),")
     assert "b leads a by 0.000300 [" in printed and "level" not in printed
-    evaluated(tmp_path, **{name: [episode(task, reward=reward, domain="logged")
-                                  for task, reward in enumerate(rewards)]
-                           for name, rewards in (("a", [4e-4] * 8), ("b", [3e-3, *[1e-4] * 7]),
-                                                 ("c", [0.0, 5e-4] * 4))})
+    evaluated(tmp_path, **{name: rewarded(*rewards, domain="logged") for name, rewards in (
+        ("a", [4e-4] * 8), ("b", [3e-3, *[1e-4] * 7]), ("c", [0.0, 5e-4] * 4))})
     assert "b leads c by 0.000212 [" in capsys.readouterr().out  # not settled, and not level
 
 
@@ -566,10 +560,8 @@ def test_the_main_number_is_shown_even_if_it_is_zero_for_every_policy(tmp_path):
 
 
 def test_the_tables_name_their_columns_put_the_main_number_first_and_count_ties(tmp_path):
-    solved = {"a": (1, 0, 1, 0), "b": (0, 1, 1, 0), "c": (0, 0, 0, 0)}
-    results = evaluated(tmp_path, **{name: [episode(task, reward=float(reward))
-                                            for task, reward in enumerate(rewards)]
-                                     for name, rewards in solved.items()})
+    results = evaluated(tmp_path, a=rewarded(1, 0, 1, 0), b=rewarded(0, 1, 1, 0),
+                        c=rewarded(0, 0, 0, 0))
     headings, *rows = policy_table(results)
     assert headings == ["Policy", "Tasks", "Episodes", "Success %", "Tests passed %", "Turns",
                         "Agent words", "No answer %"]  # and none that is zero for all
@@ -579,8 +571,7 @@ def test_the_tables_name_their_columns_put_the_main_number_first_and_count_ties(
     _, b, c, *rest = pair_table(results)
     assert (b[0], b[1], b[4]) == ("b − a", "Success %", "1 / 1 / 2")
     assert (c[0], c[1], c[4]) == ("c − a", "Success %", "0 / 2 / 2")
-    assert [row[:2] for row in rest] == [["b − a", "Tests passed %"],
-                                         ["c − a", "Tests passed %"]]
+    assert [row[:2] for row in rest] == [[pair, "Tests passed %"] for pair in ("b − a", "c − a")]
 
 
 def test_markdown_survives_a_pipe_in_a_name_and_is_aligned():
@@ -598,7 +589,7 @@ def test_of_several_processes_one_evaluates(tmp_path, monkeypatch, capsys):
 
 
 def test_same_seed_gives_the_same_bytes_and_md_holds_what_is_printed(tmp_path, capsys):
-    rows = [episode(task, reward=task / 9) for task in range(10)]
+    rows = rewarded(*(task / 9 for task in range(10)))
     written = []
     for _ in range(2):
         evaluated(tmp_path, p=rows, q=rows)
