@@ -17,7 +17,7 @@ from conftest import (
 import train_critic
 import train_policy
 from collect import states_of
-from colbench import encode_candidates, encode_dialogue, encode_within
+from colbench import encode_dialogue, encode_within
 from fast import packed
 from report import page
 from runtime.checkpoints import load_state, remove_leftovers, save_checkpoint, save_state
@@ -194,12 +194,6 @@ def test_a_turn_that_is_empty_because_it_was_cut_has_no_effect(texts):
     row = dialogue_row(tokenizer, played, 8192)
     logprobs, tokens = turn_logprobs(tiny_model(tokenizer), [row])
     assert logprobs.shape == tokens.shape == (1, len(texts) // 2 - 1)
-
-
-def test_candidates_that_do_not_fit_after_their_prompt_are_no_rows():
-    tokenizer, texts, finished = byte_tokenizer(), ["x", "what is it?"], [True, False]
-    assert encode_candidates(tokenizer, dialogue("t"), texts, finished, 80)
-    assert encode_candidates(tokenizer, dialogue("t" * 100), texts, finished, 80) is None
 
 
 # -----------------------------------------------------------------------------

@@ -102,15 +102,6 @@ def test_one_task_gives_counts_no_interval_and_shares_a_wide_one(tmp_path, capsy
     assert "1.0 [–]" in capsys.readouterr().out
 
 
-def test_seeds_that_disagree_widen_the_interval():
-    agreeing = numpy.full((2, 50), 0.5)
-    disagreeing = numpy.array([[0.0] * 50, [1.0] * 50])
-    narrow = evaluate.interval(agreeing, *draws(2, 50))
-    wide = evaluate.interval(disagreeing, *draws(2, 50))
-    assert narrow["low"] == narrow["high"] == 0.5
-    assert (wide["low"], wide["high"]) == (0.0, 1.0)
-
-
 @pytest.mark.parametrize("values, low, high", [
     ([[0.0] * 2], 0.0, 0.657620), ([[1.0] * 2], 0.342380, 1.0), ([[0.5] * 2], 0.171190, 0.828810),
     ([[0.0] * 500], 0, 0.007624),

@@ -68,6 +68,10 @@ def test_official_trajectories_are_graded_on_import_if_nobody_has_graded_them(tm
     asked["answer"] = asked["dialogue_history"][1]["content"] = "Which unit do you want?"
     (episode,), _ = imported(tmp_path / "asked", asked)
     assert set(episode["reasons"].values()) == {"no answer"}  # as if it had been played here
+    thanked = official_line("def f(x) return x")
+    thanked["dialogue_history"].append({"role": "user", "content": "Thank you."})
+    (episode,), _ = imported(tmp_path / "thanked", thanked)  # it stays an answer
+    assert set(episode["reasons"].values()) == {"raised SyntaxError"}
     page = {"problem_description": "p", "ground_truth": "<html></html>"}
     said = refusal(*import_of(tmp_path / "pages", official_line("x") | {"task": page}))
     assert "line 1: found no 'reward', expected a number; only answers to tasks with" in said
@@ -384,13 +388,6 @@ def test_episodes_of_a_log_do_not_begin_with_the_agent(tmp_path):
     first["dialogue_history"].insert(0, {"role": "tool", "content": "It is open."})
     with pytest.raises(SystemExit, match="dialogue_history.1. of role 'assistant', expected"):
         read_episodes(write_rows(tmp_path / "episodes.jsonl", [first]))
-
-
-def test_what_the_human_says_after_the_answer_makes_it_no_question(tmp_path):
-    line = official_line("def f(x) return x")
-    line["dialogue_history"].append({"role": "user", "content": "Thank you."})
-    (episode,), _ = imported(tmp_path, line)
-    assert set(episode["reasons"].values()) == {"raised SyntaxError"}
 
 
 def test_more_answers_than_are_graded_at_once_are_all_graded(tmp_path):

@@ -56,7 +56,7 @@ def values_and_gradient(function, model, rows):
 def test_values_and_gradients_are_those_of_the_plain_function(family, tied):
     model = tiny_model(TOKENIZER, family, tied).eval()
     assert packed.can_pack(model) == (family not in ALONE)
-    for seed in range(4):
+    for seed in range(4):  # the plain one also after the packed one
         rows = random_rows(seed)
         plain, tokens, gradient = values_and_gradient(turn_logprobs, model, rows)
         fast, same_tokens, other_gradient = values_and_gradient(packed.turn_logprobs, model, rows)

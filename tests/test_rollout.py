@@ -471,6 +471,10 @@ def test_what_cannot_be_played_is_refused_before_any_opening(monkeypatch, tmp_pa
     assert not (tmp_path / "p").exists()
 
 
+# -----------------------------------------------------------------------------
+# Who plays, and with which instructions
+
+
 @pytest.mark.parametrize("party", ["agent", "human", "agent of states"])
 def test_no_output_is_continued_with_a_party_that_was_trained_anew(
         tiny, toy_episodes, tmp_path, party):

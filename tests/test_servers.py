@@ -217,13 +217,14 @@ THOUGHT = {"role": "assistant", "reasoning_content": "hm"}
     ({"content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": "a"}]}, "stop",
      "a"),
     ({"content": [{"type": "thinking", "thinking": []}]}, "model_length", None),
-    ({"content": "a"}, "max_tokens", "a"), ({"content": None, "refusal": "I cannot"}, "stop",
-                                            "I cannot"),
+    ({"content": None, "refusal": "I cannot"}, "stop", "I cannot"),
+    *(({"content": "a"}, reason, "a") for reason in ("max_tokens", "length", "stop", "eos", None)),
 ])
-def test_no_content_is_a_rest_of_cut_thoughts_or_an_empty_text(impatient, message, reason, text):
+def test_a_text_is_finished_unless_it_was_cut_and_no_content_is_a_rest_of_thoughts_or_empty(
+        impatient, message, reason, text):
     with running(echo, say=lambda handler, body: handler.choose(message, reason)) as server:
         (utterance,), = ask_all(load_speaker(server.url), CONVERSATIONS[:1])
-    assert utterance.finished == (reason == "stop")
+    assert utterance.finished == (reason in ("stop", "eos", None))
     assert without_thoughts(utterance.text) == text
 
 
@@ -234,13 +235,6 @@ def test_an_empty_text_after_thoughts_that_are_not_shown_is_a_rest_of_cut_though
     assert without_thoughts(utterance.text) is None
     utterance, = utterances_of({"choices": [choice], "usage": {"completion_tokens": 0}})
     assert utterance.text == ""
-
-
-@pytest.mark.parametrize("reason, finished", [
-    ("stop", True), ("eos", True), (None, True), ("length", False)])
-def test_a_text_is_finished_unless_the_server_says_that_it_was_cut(reason, finished):
-    choice = {"message": {"content": "a"}, "finish_reason": reason}
-    assert utterances_of({"choices": [choice]}) == [Utterance("a", finished)]
 
 
 def test_half_a_surrogate_pair_of_a_server_becomes_text_that_can_be_written():

@@ -359,18 +359,14 @@ def test_a_text_ends_at_each_token_that_checkpoint_tokenizer_or_template_name():
 
 def test_as_many_caches_are_kept_as_dialogues_are_played_and_those_used_last():
     talker = speaker(max_new_tokens=2, batch_size=3)
+    ask_all(talker, CONVERSATIONS)
+    assert not talker.kept  # of a request without a key, nothing is
     for key in "abcd":
         ask_all(talker, CONVERSATIONS[:1], keys=[key])
     assert list(talker.kept) == list("bcd")
     ask_all(talker, CONVERSATIONS[:1], keys=["b"])
     ask_all(talker, CONVERSATIONS[:1], keys=["e"])
     assert list(talker.kept) == list("dbe")
-
-
-def test_of_a_request_without_a_key_nothing_is_kept():
-    talker = speaker(max_new_tokens=2)
-    ask_all(talker, CONVERSATIONS)
-    assert not talker.kept
 
 
 def test_caches_of_the_turn_before_are_freed_before_the_model_reads_and_writes():
