@@ -416,17 +416,6 @@ def test_a_critics_note_opens_the_request_of_pictures_too():
     assert told[0]["content"] == [{"type": "text", "text": "Be brief.\n\n"}, picture]
 
 
-def test_the_example_in_the_docstring_holds():
-    tokenizer = byte_tokenizer(
-        "{% for m in messages %}{{ '<bos>' if m['role'] == 'user' else '<start>' }}"
-        "{{ m['content'] }}{{ '<end>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start>' }}{% endif %}")
-    ids, turn_index = encode_dialogue(tokenizer, dialogue("h", "o", "m", "s"), [True, False])
-    expected = "<bos> h <end> <start> o <end> <bos> m <end> <start> s"
-    assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
-    assert turn_index == [-1, -1, -1, -1, 0, 0, -1, -1, -1, -1, 1]
-
-
 @pytest.mark.parametrize("template", ["llama3", "qwen2.5"])
 def test_what_follows_a_cut_turn_is_read_after_its_end_which_the_turn_did_not_say(template):
     tokenizer = byte_tokenizer(template)
