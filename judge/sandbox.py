@@ -327,8 +327,9 @@ def tell_once(status: dict[str, bool]) -> None:
 ANSWER_MARKER = "I WANT TO ANSWER:"
 PYTHON_TAGS = ("python", "python3", "py", "py3")
 # Three backticks that begin a line, or end one with nothing but a tag behind them. In code, they
-# may stand elsewhere: in a text, or in the indented example of a docstring.
-FENCE = re.compile(r"^ {0,3}```|(?<=\S)[ \t]*```(?=\w*[ \t]*\r?$)", re.MULTILINE)
+# may stand elsewhere: in a text, a comment, or the indented example of a docstring.
+FENCE = re.compile(r"^ {0,3}```|(?<=[^\s#])[ \t]*```(?=\w*[ \t]*\r?$)", re.MULTILINE)
+INDENTED_FENCE = re.compile(r"^[ \t]+```", re.MULTILINE)
 # What Markdown leaves of a marker in bold or in backticks
 EMPHASIS = re.compile(r"\A\s*[*_`]{1,2}[ \t]*\r?\n")
 # Profile "official": the published grader gives 0 to an answer that contains one of these anywhere.
@@ -350,8 +351,13 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
         text = answers[0].lstrip(" \t")  # behind the marker, this is no indentation
     text = EMPHASIS.sub("", text)
     parts = FENCE.split(text)
-    if len(parts) == 2 and not parts[1].strip():  # the marker stood behind the opening fence
-        return unindented(parts[0])
+    in_list = INDENTED_FENCE.split(text)  # or in a docstring, whose quotes stand before it
+    if len(parts) == 1 and not re.search("\"{3}|'{3}", in_list[0]):
+        parts = in_list
+    if len(parts) == 2:
+        tag, _ = read_block(parts[1])
+        if not parts[1].strip() or (not tag and re.search("^def ", parts[0], re.MULTILINE)):
+            return unindented(parts[0])  # the marker stood behind the opening fence
     blocks = [read_block(block) for block in parts[1::2]]
     for tag, code in blocks:
         if tag in PYTHON_TAGS:
@@ -364,7 +370,7 @@ def unindented(code: str) -> str:
     code = code.lstrip("\ufeff\r\n").rstrip()
     if not code.startswith((" ", "\t")):
         return code
-    moved = textwrap.dedent(code).strip()
+    moved = textwrap.dedent(code.replace("\r\n", "\n")).strip()
     first, _, rest = moved.partition("\n")
     if first.rstrip().endswith(":") and not rest.startswith((" ", "\t", "\n")):
         return code.strip()  # only its first line was indented
@@ -372,10 +378,14 @@ def unindented(code: str) -> str:
 
 
 def read_block(block: str) -> tuple[str, str]:
-    """Tag and code of what stands between two fences; a first line of several words is code."""
+    """Tag and code of what stands between two fences.
+
+    A first line of several words is code, unless the first is a tag, as in "python solution.py".
+    """
     first_line, newline, rest = block.partition("\n")
-    if newline and len(first_line.split()) < 2:
-        return first_line.strip().lower(), rest
+    tag, *words = first_line.lower().split() or [""]
+    if newline and (not words or tag in PYTHON_TAGS):
+        return tag, rest
     return "", block
 
 

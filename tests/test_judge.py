@@ -191,6 +191,7 @@ A_CLASS = "import enum\nclass E(enum.Enum):\n    A = 1"
     (PLUS_ONE, ["f(1)", "[x for x in [f(i) for i in [1]]]"], 0.5),
     (f"S = {{i % 3 for i in range(9)}}\n{PLUS_ONE}", ["f(1)", "{i for i in [1]}"], 1.0),
     ("N = 3\ndef f(n, table=[N * i for i in range(5)]):\n    return table[n]", ["f(1)"], 0.0),
+    (f"dict = {{1: 2}}\nD = {{k: v for k, v in dict.items()}}\n{PLUS_ONE}", ["f(1)"], 1.0),
     (BANNED_WORD, ["f(1)"], 0.0),
     (A_CLASS, ["E.A"], 0.0),
 ])
@@ -218,6 +219,8 @@ def test_an_unknown_profile_is_refused():
     "I WANT TO ANSWER: X",
     "I WANT TO ANSWER: I WANT TO ANSWER:\nX",
     "```python3\nX\n```",
+    "```python # solution\nX\n```",
+    "```text\nf(1) is 2\n```\n```Python solution.py\nX\n```",
     "Sure.\nI WANT TO ANSWER:\n```python\nX\n```",
     "```X```",
     "Here it is: ```python\nX\n``` That is all.",
@@ -226,6 +229,7 @@ def test_an_unknown_profile_is_refused():
     "\n\ufeffX",
     "```python\n    X\n```",  # only its first line is indented
     "```python\nI WANT TO ANSWER:\nX\n```",
+    "```python\nI WANT TO ANSWER:\nX\n```\n\nThis doubles n.",
     "**I WANT TO ANSWER:**\nX",
     "`I WANT TO ANSWER:`\n```python\nX\n```",
 ])
@@ -237,8 +241,11 @@ def test_code_is_found_in_fences_and_after_the_marker(answer):
 @pytest.mark.parametrize("answer", ["1. Code:\n{}", "- Code:\n{}", "{}"])
 def test_code_in_a_list_loses_the_lists_indentation(answer):
     code = f"import math\n\n{DOUBLE['ground_truth']}"
-    indented = textwrap.indent(code if answer == "{}" else f"```python\n{code}\n```", "   ")
-    assert extract_code(answer.format(indented)) == code
+    for indentation in ("   ", "    ", "\t"):
+        indented = textwrap.indent(code if answer == "{}" else f"```python\n{code}\n```",
+                                   indentation)
+        assert extract_code(answer.format(indented)) == code
+        assert extract_code(answer.format(indented).replace("\n", "\r\n")) == code
 
 
 @pytest.mark.parametrize("word", ["import os", "from os", "import sys", "from sys", "sudo",
@@ -252,6 +259,7 @@ def test_the_official_profile_takes_no_code_with_a_word_that_it_bans(word):
 @pytest.mark.parametrize("code", [
     'def f(n):\n    """Doubles.\n\n    ```\n    f(1)\n    ```\n    """\n    return n * 2',
     'def f(n):\n    return n * len("a```b".split("```"))',
+    "# Example:\n# ```python\n# f(1)\n# ```\ndef f(n):\n    return n * 2",
 ])
 def test_backticks_in_code_are_no_fence(judge, code, fence):
     assert judge.grade(DOUBLE, fence.replace("X", code)).reward == 1.0
