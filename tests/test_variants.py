@@ -91,6 +91,15 @@ def test_held_out_numbers_of_a_value_head_do_not_depend_on_the_batch(tiny, tmp_p
     assert found[0] == pytest.approx(found[1])
 
 
+def test_dialogues_without_a_token_of_the_agent_are_none_to_learn_from(tiny, tmp_path):
+    cut = episode("t", 1.0)
+    cut["dialogue_history"] = [{"role": "user", "content": "t"},
+                               {"role": "assistant", "content": "", "finished": False}]
+    said = refusal("variants/sft.py", "--episodes", write_rows(tmp_path / "e.jsonl", [cut]),
+                   "--model", tiny(), "--output", tmp_path / "out")
+    assert "found no episode to learn from" in said
+
+
 def test_the_outcome_of_a_function_is_whether_it_passed_and_of_a_page_its_reward(tiny):
     reader = Reader(tiny(), "none", 600)
     rows = [reader.dialogue_row(episode("t", reward, domain=domain)) for reward, domain in (

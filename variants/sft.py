@@ -57,7 +57,7 @@ def main(args):
     rows = [row for row in rows if row]
     run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted): {len(rows)} to learn from;"
             f" {truncation}")
-    if not rows:
+    if not any(row.turns for row in rows):  # a turn that was cut at once has no token
         raise SystemExit(f"{' '.join(args.episodes)}: found no episode to learn from, expected"
                          f" {'a success' if args.successes else 'one'} whose last turn fits into"
                          f" --max_length {args.max_length}; a model that never succeeds has none:"
