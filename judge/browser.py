@@ -369,6 +369,8 @@ class Browser:
             "Content-Type": content_type,
             "Cache-Control": "max-age=31536000",
             "Access-Control-Allow-Origin": "*",
+            # else a <meta> refresh or a frame has Chromium start a program for mailto: addresses
+            "Content-Security-Policy": "sandbox allow-same-origin",
         }
         self.devtools.send(
             "Fetch.fulfillRequest",

@@ -20,7 +20,7 @@ import time
 from judge.worker import empty_folder
 
 OUTCOME = re.compile(
-    rb"=[0-9a-f]{32}(,[oc][0-9a-f]{32}){0,2}|incomparable|raised [A-Za-z_?]\w{0,60}", re.ASCII
+    rb"=[0-9a-f]{32}(,[oc][0-9a-f]{32}){0,2}|incomparable|raised [\w?]{1,61}", re.ASCII
 )
 MAX_OUTCOME_BYTES = 160
 MAX_THREADS = 200  # of a child; more could take all that the machine has

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import signal
 import socket
@@ -189,11 +190,19 @@ def lock_down(libc: ctypes.CDLL, folder: str) -> tuple[dict[str, bool], int]:
     Returns what worked, and the file rules that children put on.
     """
     namespaces = NEW_NETWORK | NEW_MESSAGES | NEW_NAMES
-    if os.getuid() != 0:
+    root = os.getuid() == 0
+    if not root:
         namespaces |= NEW_USERS
     status = {"own network": libc.unshare(namespaces) == 0}
     status["own user"] = drop_user(folder)
-    if status["own user"]:
+    # A limit on processes and threads counts all of the real user, so that has to be another than
+    # the owner; since Linux 5.14, it counts those of a user namespace apart.
+    if root:
+        counted_apart = os.getuid() != 0
+    else:
+        release = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
+        counted_apart = status["own network"] and release >= [5, 14]
+    if counted_apart:
         set_limits({"NPROC": 64})
     no_capability = libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)) == 0
     no_new_privileges = libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
@@ -210,12 +219,14 @@ def lock_down(libc: ctypes.CDLL, folder: str) -> tuple[dict[str, bool], int]:
 def drop_user(folder: str) -> bool:
     """Become a user that owns nothing else, if this is root and that user can read the interpreter.
 
-    Returns whether it worked; if not, the process stays root.
+    Returns whether it worked; if not, the process stays root in all but its real user, which is
+    whom limits count.
     """
     if os.getuid() != 0:
         return False
     user = 0x60000000 + os.getpid()  # no two live workers share it, whoever started them
     needed = [*readable_paths(), os.__file__, folder]  # listed while all of them can be seen
+    real = user
     try:
         os.chown(folder, user, user)
         os.setgroups([])
@@ -223,9 +234,9 @@ def drop_user(folder: str) -> bool:
         os.setresuid(user, user, 0)
         allowed = all(os.access(path, os.R_OK) for path in needed)
     except OSError:
-        allowed = False
+        allowed, real = False, 0
     kept = user if allowed else 0
-    os.setresuid(kept, kept, kept)
+    os.setresuid(real, kept, kept)
     os.setresgid(kept, kept, kept)
     if not allowed:
         os.chown(folder, 0, 0)
@@ -285,6 +296,13 @@ def landlock_rules(libc: ctypes.CDLL, folder: str) -> int:
 
 def run_job(descriptor: int) -> None:
     """Run the tests of the job that the parent sends, write a line on each, and end the process."""
+    # The worker holds what it has opened: a lock that an answer puts on that would stay for later
+    # answers. So the child opens /dev/null anew, and closes all else but its socket.
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, LIMITS["NOFILE"])
     with open(descriptor, "rb", buffering=0, closefd=False) as channel:
         job = json.loads(channel.read())
     official = job["profile"] == "official"

@@ -518,6 +518,22 @@ def test_a_page_puts_no_file_on_the_disk(browser, page):
     assert found.stdout == ""
 
 
+@needs_chromium
+@pytest.mark.skipif(sys.platform != "linux", reason="needs xdg-open")
+@pytest.mark.parametrize("page", [
+    '<meta http-equiv="refresh" content="0;url={}">', '<iframe src="{}"></iframe>',
+    '<iframe srcdoc="<meta http-equiv=refresh content=0;url={}>"></iframe>'])
+def test_no_address_on_a_page_starts_a_program_of_this_machine(monkeypatch, tmp_path, page):
+    for name in ("xdg-settings", "xdg-email", "xdg-open"):
+        tmp_path.joinpath(name).write_text(f"#!/bin/sh\ntouch '{tmp_path}/started'\n")
+        tmp_path.joinpath(name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with Browser() as browser:
+        browser.render(f"<html>{page.format('mailto:a@example.org')}</html>")
+        time.sleep(1)  # it would start within a fifth of that
+    assert not tmp_path.joinpath("started").exists()
+
+
 def test_a_page_that_leaves_later_does_not_change_the_next_one(browser):
     wanted = browser.render(PAGE)
     refresh = '<meta http-equiv="refresh" content="1;url=about:blank">'
