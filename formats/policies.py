@@ -62,7 +62,9 @@ def shared_tasks(policies):
 def facts_of(policy):
     """Who played the episodes of a policy, how they were graded, and what went wrong."""
     episodes = [episode for of_seed in policy for episode in of_seed]
-    return {"seeds": len(policy), "episodes": len(episodes), "agent": episodes[0]["agent"],
+    copies = [index for index, of_seed in enumerate(policy) if of_seed in policy[:index]]
+    return {"seeds": len(policy), "copies": len(copies),
+            "episodes": len(episodes), "agent": episodes[0]["agent"],
             "humans": sorted({episode["human"] for episode in episodes if episode["human"]}),
             "judges": values_of(episodes, "judge"), "prompts": values_of(episodes, "agent_prompt"),
             "best_of": sorted({(episode["best_of_n"], episode.get("scorer") or "a critic")

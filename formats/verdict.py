@@ -115,6 +115,11 @@ def cautions(results):
         yield (f"{results['unsolvable']} of {results['tasks']} tasks cannot be solved by their own"
                " solution; these count as not solved.")
     for name, policy in results["policies"].items():
+        if policy["copies"]:
+            different = policy["seeds"] - policy["copies"]
+            yield (f"The {policy['seeds']} files of {name} are only {different} different ones and"
+                   " copies of these, so the intervals are too narrow; collect each seed with its"
+                   " own --seed.")
         if policy["errors"]:
             reason, _ = policy["errors"].most_common(1)[0]
             reason = harmless(" ".join(reason.split()))[:300]

@@ -2,6 +2,8 @@
 
 import ctypes
 import datetime
+import errno
+import functools
 import os
 import resource
 import signal
@@ -152,6 +154,7 @@ def launch(main, args,
     # shells start background jobs with SIGINT ignored, so it is set here, too
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
+    sys.unraisablehook = functools.partial(stop_or_report, advice)
     allow_connections()
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has it not
         sys.stdout.reconfigure(errors="backslashreplace")  # for what its encoding lacks
@@ -164,15 +167,19 @@ def launch(main, args,
             raise SystemExit(harmless(stop.code)) from None
         raise
     except KeyboardInterrupt:
-        sys.stdout.flush()
-        print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
-        os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
+        end_stopped(advice)
     except BrokenPipeError:
         os._exit(141)  # whoever read the output, such as `head`, has seen enough
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise SystemExit("found no room for another open file or connection"
+                             f" ({error.strerror}), expected some for each dialogue; lower"
+                             f" --batch_size, or raise the limit (ulimit -n). {advice}") from None
         raise SystemExit(f"The disk or a file failed: {error}. Mend this, or choose another"
                          f" --output. {advice}") from None
     except (RuntimeError, MemoryError) as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            end_stopped(advice)  # a second signal came while a lock handled the first
         message = str(error) or "out of memory."
         if "Connection closed by peer" in message or "Connection reset by peer" in message:
             raise SystemExit("Another process of this run has ended; its message says why."
@@ -181,6 +188,10 @@ def launch(main, args,
             raise SystemExit("Another process of this run has been silent for longer than a"
                              f" training step may wait ({STEP_MINUTES} minutes); look at its"
                              f" machine. {advice}") from None
+        if "can't start new thread" in message:
+            raise SystemExit("found no room for another thread, expected one for each dialogue;"
+                             " lower --batch_size, or raise the limits of processes and memory"
+                             f" (ulimit -u, -v). {advice}") from None
         # the second is a CPU's, where memory is limited (ulimit -v, as some clusters set it)
         if "out of memory" not in message and "can't allocate memory" not in message:
             raise
@@ -189,6 +200,20 @@ def launch(main, args,
             " --micro_batch_size (training), or rank with --packed, and rerun to resume; or train"
             " with a new --output and a lower --max_length, --lora_rank 16 or more GPUs."
         ) from None
+
+
+def stop_or_report(advice, error):
+    """Python calls this for an exception that it would ignore, such as one within a __del__."""
+    if isinstance(error.exc_value, KeyboardInterrupt):
+        end_stopped(advice)
+    sys.__unraisablehook__(error)
+
+
+def end_stopped(advice):
+    """End a run that a signal has stopped, at once."""
+    print(end="", flush=True)  # does nothing where stdout is closed
+    print(f"\nStopped. {advice}", file=sys.stderr, flush=True)
+    os._exit(130)  # sampling threads and process groups would keep a stopped run waiting
 
 
 def leave_processes():

@@ -178,25 +178,27 @@ def turn_ids(tokenizer, texts, finished):
     </s> on a page, is encoded as ordinary text.
     """
     end_id, _ = end_of_turn(tokenizer)
-    mark, length = mark_before(tokenizer)
-    encoded = tokenizer([mark + text for text in texts], add_special_tokens=False,
-                        split_special_tokens=True)["input_ids"]
+    marks = [mark_before(tokenizer, text[:1].isspace()) for text in texts]
+    encoded = tokenizer([mark + text for (mark, _), text in zip(marks, texts, strict=True)],
+                        add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return [shared(ids[length:] + [end_id] if done else ids[length:])
-            for ids, done in zip(encoded, finished, strict=True)]
+            for ids, (_, length), done in zip(encoded, marks, finished, strict=True)]
 
 
-@functools.lru_cache(maxsize=8)
-def mark_before(tokenizer):
+@functools.lru_cache(maxsize=16)
+def mark_before(tokenizer, before_space=False):
     """(text, number of its tokens) to put before a turn, and to cut off again.
 
     Some tokenizers (Llama 2's) set a space before every text, which is not there after a prompt
-    that ends in ordinary text.
+    that ends in ordinary text. A turn that begins with white space gets a letter as its mark, since
+    two line ends may be one token.
     """
     prompt = render(tokenizer, [{"role": "user", "content": "x"}])
     before, word, both = prompt_ids(tokenizer, [prompt, "x", prompt + "x"])
     if both == before + word:
         return "", 0
-    line, word, both = prompt_ids(tokenizer, ["\n", "x", "\nx"])
+    mark, other = ("x", "\n") if before_space else ("\n", "x")
+    line, word, both = prompt_ids(tokenizer, [mark, other, mark + other])
     if both != line + word and both[:len(line)] == line:
-        return "\n", len(line)
+        return mark, len(line)
     return "", 0

@@ -48,6 +48,8 @@ class SharedPrompts:
     `samples`, and their slots stay empty; a prompt without samples leaves `prompts`.
     """
 
+    is_initialized = True  # the prompts were read
+
     def __init__(self, prompts, n):
         self.prompts, self.samples, self.n = prompts, transformers.DynamicCache(), n
         keys = prompts.layers[0].keys

@@ -14,7 +14,8 @@ import transformers
 from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
 from runtime.models import context_length, load_model, load_tokenizer
 from runtime.seeds import derive_seed
-from runtime.templates import RefusedDialogue, UnnestedTemplate, end_of_turn, render
+from runtime.templates import (
+    RefusedDialogue, UnnestedTemplate, end_of_turn, mark_before, prompt_ids, render)
 from speakers.attention import share_prompts
 from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import gather
@@ -252,8 +253,11 @@ SPECIAL_THOUGHTS = (  # what opens and closes thoughts where special tokens do, 
 
 def text_of(tokenizer, tokens):
     """The text of tokens without the special ones; thoughts stand between the usual tags."""
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    whole = tokenizer.decode(tokens)
+    # after a mark, since some tokenizers (Llama 2's) decode a text without the space that opens it
+    mark, _ = mark_before(tokenizer)
+    tokens = prompt_ids(tokenizer, [mark])[0] + tokens
+    text = tokenizer.decode(tokens, skip_special_tokens=True).removeprefix(mark)
+    whole = tokenizer.decode(tokens).removeprefix(mark)
     for tags in SPECIAL_THOUGHTS:
         if any(tag in whole for tag in tags) and not any(tag in text for tag in tags):
             opening, closing = tags

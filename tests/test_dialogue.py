@@ -469,6 +469,19 @@ def test_a_dialogue_has_the_tokens_of_its_whole_text_whatever_a_tokenizer_prepen
     assert encode_dialogue(tokenizer, messages)[0] == prompt_ids(tokenizer, [whole])[0]
 
 
+def test_a_turn_that_begins_with_a_line_end_keeps_it_where_two_of_them_are_one_token():
+    tokenizer = spaced_tokenizer("first", PLAIN)
+    lines = {"\n": tokenizer.convert_tokens_to_ids("\n"), "\n\n": 400}
+    tokenizer.backend_tokenizer.model = models.BPE(
+        tokenizer.get_vocab() | lines, [("\n", "\n")])
+    texts = ["\nyes it is", "\n\nyes", "yes", " yes"]
+    rows = encode_candidates(tokenizer, dialogue("t"), texts, [False] * len(texts), 99)
+    said = [tokenizer.convert_ids_to_tokens(ids[turn_index.index(0):])
+            for ids, turn_index, _ in rows]
+    assert ["".join(tokens).replace("▁", " ") for tokens in said] == texts
+    assert said[1][0] == "\n\n"
+
+
 def test_an_end_of_turn_token_takes_in_the_line_end_after_it_as_in_the_whole_text():
     tokenizer = spaced_tokenizer("first", OPENS_WITH_A_TOKEN)
     tokenizer.add_tokens([AddedToken("<end>", rstrip=True, special=True)])

@@ -343,6 +343,15 @@ def test_a_file_given_twice_is_no_second_seed(tmp_path):
     assert len(evaluated(tmp_path, f"p={file}", f"q={file}")["policies"]) == 2
 
 
+def test_a_copy_of_a_file_is_told_to_be_no_further_seed(tmp_path, capsys):
+    first, copy = (write_rows(tmp_path / f"{name}.jsonl", [episode(0)]) for name in "ab")
+    other = write_rows(tmp_path / "c.jsonl", [episode(0) | {"seed": 1}])
+    evaluated(tmp_path, f"p={first}", f"p={copy}", f"p={other}")
+    assert "The 3 files of p are only 2 different ones and copies" in capsys.readouterr().out
+    evaluated(tmp_path, f"p={first}", f"p={other}")
+    assert "copies" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("spec", ["a/b.jsonl", "=a.jsonl", "name="])
 def test_a_file_without_a_name_is_refused(spec):
     with pytest.raises(SystemExit, match=f"found {spec}, expected NAME=FILE; put a name"):

@@ -77,6 +77,37 @@ def test_a_run_in_the_background_of_a_shell_stops_at_sigint():
     assert done.returncode == 130 and "Stopped. What was finished is on disk" in done.stderr
 
 
+def launched(main, script='exec "$@"'):
+    """A run of `main`, lines of code, started by this shell script."""
+    code = f"import errno, threading\nfrom runtime.processes import launch\n{main}launch(main, 0)"
+    return subprocess.run(["sh", "-c", script, "sh", sys.executable, "-c", code],
+                          cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("main, script", [
+    # a second signal, while a lock handles the first
+    ("def main(_):\n  try:\n    raise KeyboardInterrupt\n"
+     "  finally:\n    threading.Lock().release()\n", 'exec "$@"'),
+    # one within a __del__, where Python would ignore it
+    ("class Freed:\n  def __del__(self):\n    raise KeyboardInterrupt\n"
+     "def main(_):\n  Freed()\n  print('went on', flush=True)\n", 'exec "$@"'),
+    # a run without stdout
+    ("def main(_):\n  raise KeyboardInterrupt\n", 'exec "$@" >&-')])
+def test_a_signal_at_an_odd_moment_stops_a_run_as_any_other_does(main, script):
+    done = launched(main, script)
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert "Stopped." in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("main", [
+    "def main(_):\n  threading.stack_size(2**50)\n  threading.Thread(target=print).start()\n",
+    "def main(_):\n  raise OSError(errno.EMFILE, 'Too many open files')\n"])
+def test_no_room_for_another_thread_or_file_is_a_sentence_about_the_batch_size(main):
+    done = launched(main)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "lower --batch_size" in done.stderr and "rerun the same" in done.stderr
+
+
 # -----------------------------------------------------------------------------
 # The share of each rank
 

@@ -9,11 +9,13 @@ import transformers
 from conftest import (
     LOSES_THOUGHTS, PLAIN, TEMPLATES, UNNESTED, byte_tokenizer, dialogue, tiny_model)
 from parties import ask_all, slow_text
+from tokenizers import decoders, models, pre_tokenizers
 
 import speakers.local
 from colbench import without_thoughts
 from judge.sandbox import ANSWER_MARKER
 from runtime.models import context_length
+from runtime.templates import turn_ids
 from speakers import load_speaker
 from speakers.attention import SharedPrompts, shared_prompts_attention
 from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
@@ -93,7 +95,8 @@ def test_each_token_of_a_sample_is_drawn_with_a_random_number_of_its_own(tempera
         assert utterance.text == slow_text(sampler, sampler.tokenizer, ids, uniform)
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text"))
+@pytest.mark.parametrize(
+    "family", ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "hrm_text"))
 def test_samples_that_share_a_prompts_cache_equal_those_of_an_attention_that_copies_it(family):
     """Samples of prompts of unequal length end at different times, so rows and prompts leave."""
     sampler, eager = (speaker(family=family, max_new_tokens=40) for _ in range(2))
@@ -320,6 +323,19 @@ def test_a_text_whose_thoughts_end_or_that_only_names_their_tags_stays_as_it_is(
     tokenizer = byte_tokenizer()  # for which no tag is a special token
     for text in ("It is x.</think>Y.", "[THINK] is a tag", "x<seed:think>"):
         assert text_of(tokenizer, tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_a_text_keeps_the_space_that_opens_it_where_decoders_drop_one_before_a_text():
+    tokenizer = byte_tokenizer(PLAIN)
+    letters = {letter: token for token, letter in enumerate("▁\nabcdefghijklmnopqrstuvwxyz", 300)}
+    tokenizer.backend_tokenizer.model = models.BPE(tokenizer.get_vocab() | letters, [])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    for drawn in (["▁", "s", "o"], ["s", "o"], ["\n", "▁", "s"]):
+        ids = tokenizer.convert_tokens_to_ids(drawn)
+        text = text_of(tokenizer, ids)
+        assert text == "".join(drawn).replace("▁", " ")
+        assert turn_ids(tokenizer, [text], [False]) == [ids]
 
 
 def test_playing_with_a_template_that_training_refuses_is_told_at_the_start():
