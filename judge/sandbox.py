@@ -351,9 +351,10 @@ def extract_code(answer: object, profile: str = "fixed") -> str:
         text = answers[0].lstrip(" \t")  # behind the marker, this is no indentation
     text = EMPHASIS.sub("", text)
     parts = FENCE.split(text)
-    in_list = INDENTED_FENCE.split(text)  # or in a docstring, whose quotes stand before it
-    if len(parts) == 1 and not re.search("\"{3}|'{3}", in_list[0]):
-        parts = in_list
+    if len(parts) == 1:  # perhaps its fences are those of a list
+        in_list = INDENTED_FENCE.split(text)
+        if not re.search("\"{3}|'{3}", in_list[0]):  # quotes: they may stand in a docstring
+            parts = in_list
     if len(parts) == 2:
         tag, _ = read_block(parts[1])
         if not parts[1].strip() or (not tag and re.search("^def ", parts[0], re.MULTILINE)):

@@ -181,24 +181,33 @@ def turn_ids(tokenizer, texts, finished):
     marks = [mark_before(tokenizer, text[:1].isspace()) for text in texts]
     encoded = tokenizer([mark + text for (mark, _), text in zip(marks, texts, strict=True)],
                         add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return [shared(ids[length:] + [end_id] if done else ids[length:])
-            for ids, (_, length), done in zip(encoded, marks, finished, strict=True)]
+    turns = [ids[len(mark_ids):] for ids, (_, mark_ids) in zip(encoded, marks, strict=True)]
+    return [shared(ids + [end_id] if done else ids)
+            for ids, done in zip(turns, finished, strict=True)]
+
+
+def short_prompt(tokenizer):
+    """The text of a prompt, to see how prompts end."""
+    try:
+        return render(tokenizer, [{"role": "user", "content": "x"}])
+    except RefusedDialogue:  # some templates take parts of messages alone (LLaVA-NeXT's)
+        return render(tokenizer, [{"role": "user", "content": [{"type": "text", "text": "x"}]}])
 
 
 @functools.lru_cache(maxsize=16)
 def mark_before(tokenizer, before_space=False):
-    """(text, number of its tokens) to put before a turn, and to cut off again.
+    """(text, its token ids) to put before a turn, and to cut off again.
 
     Some tokenizers (Llama 2's) set a space before every text, which is not there after a prompt
     that ends in ordinary text. A turn that begins with white space gets a letter as its mark, since
     two line ends may be one token.
     """
-    prompt = render(tokenizer, [{"role": "user", "content": "x"}])
+    prompt = short_prompt(tokenizer)
     before, word, both = prompt_ids(tokenizer, [prompt, "x", prompt + "x"])
     if both == before + word:
-        return "", 0
+        return "", []
     mark, other = ("x", "\n") if before_space else ("\n", "x")
     line, word, both = prompt_ids(tokenizer, [mark, other, mark + other])
     if both != line + word and both[:len(line)] == line:
-        return mark, len(line)
-    return "", 0
+        return mark, line
+    return "", []

@@ -15,7 +15,7 @@ from colbench import END_OF_THOUGHTS, THOUGHTS, encode_dialogue
 from runtime.models import context_length, load_model, load_tokenizer
 from runtime.seeds import derive_seed
 from runtime.templates import (
-    RefusedDialogue, UnnestedTemplate, end_of_turn, mark_before, prompt_ids, render)
+    RefusedDialogue, UnnestedTemplate, end_of_turn, mark_before, render, short_prompt)
 from speakers.attention import share_prompts
 from speakers.interface import Speaker, SpeakerError, Utterance
 from speakers.pool import gather
@@ -235,7 +235,7 @@ def refuse_unfit_layers(model, path):
 @functools.lru_cache(maxsize=8)
 def opens_thoughts(tokenizer):
     """Whether the template, and not the model, opens the thoughts of a reasoning model."""
-    prompt = render(tokenizer, [{"role": "user", "content": "x"}])
+    prompt = short_prompt(tokenizer)
     return prompt.rstrip().endswith(tuple(opening.strip() for opening, _ in SPECIAL_THOUGHTS))
 
 
@@ -254,8 +254,8 @@ SPECIAL_THOUGHTS = (  # what opens and closes thoughts where special tokens do, 
 def text_of(tokenizer, tokens):
     """The text of tokens without the special ones; thoughts stand between the usual tags."""
     # after a mark, since some tokenizers (Llama 2's) decode a text without the space that opens it
-    mark, _ = mark_before(tokenizer)
-    tokens = prompt_ids(tokenizer, [mark])[0] + tokens
+    mark, mark_ids = mark_before(tokenizer)
+    tokens = mark_ids + tokens
     text = tokenizer.decode(tokens, skip_special_tokens=True).removeprefix(mark)
     whole = tokenizer.decode(tokens).removeprefix(mark)
     for tags in SPECIAL_THOUGHTS:

@@ -148,7 +148,8 @@ class ServerSpeaker(Speaker):
             else:
                 self.failures_in_a_row, self.told = 0, False
                 self.has_answered = True
-                self._leave_out(left_out)
+                if left_out:
+                    self._leave_out(left_out)
                 return utterances
             self._tell(time.monotonic() - began, reason)
             if attempt < self.retries - 1:

@@ -956,7 +956,8 @@ def test_the_kernel_itself_keeps_an_answer_to_few_threads(judge):
     if not (os.geteuid() == 0 or judge.status["own network"]):
         pytest.skip("found no user namespace")
     start = (
-        "import _thread\n"
+        "import _thread, threading\n"
+        "threading.stack_size(1 << 16)\n"
         "count, gate = 0, _thread.allocate_lock()\n"
         "gate.acquire()\n"
         "try:\n"
@@ -966,7 +967,6 @@ def test_the_kernel_itself_keeps_an_answer_to_few_threads(judge):
         "except RuntimeError:\n"
         "    pass\n"
     )
-    start = "import threading\nthreading.stack_size(1 << 16)\n" + start
     assert judge.outcomes(start, ["count < 64"], 1.0) == [describe(True)]
 
 

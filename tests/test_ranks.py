@@ -68,20 +68,17 @@ def test_a_process_alone_needs_no_network_and_its_parents_death_kills_it_only_wh
     assert printed == f"True [{signal.SIGKILL:d}, {signal.SIGTERM:d}]\n"  # SIGTERM saves a state
 
 
-def test_a_run_in_the_background_of_a_shell_stops_at_sigint():
-    code = ("import os, signal\nfrom runtime.processes import launch\n"
-            "launch(lambda args: os.kill(os.getpid(), signal.SIGINT), None)")
-    ignoring = "trap '' INT; exec \"$@\""  # so a shell starts what has a & behind it
-    done = subprocess.run(["sh", "-c", ignoring, "sh", sys.executable, "-c", code],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 130 and "Stopped. What was finished is on disk" in done.stderr
-
-
 def launched(main, script='exec "$@"'):
     """A run of `main`, lines of code, started by this shell script."""
     code = f"import errno, threading\nfrom runtime.processes import launch\n{main}launch(main, 0)"
     return subprocess.run(["sh", "-c", script, "sh", sys.executable, "-c", code],
                           cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_run_in_the_background_of_a_shell_stops_at_sigint():
+    done = launched("import os, signal\ndef main(_): os.kill(os.getpid(), signal.SIGINT)\n",
+                    "trap '' INT; exec \"$@\"")  # so a shell starts what has a & behind it
+    assert done.returncode == 130 and "Stopped. What was finished is on disk" in done.stderr
 
 
 @pytest.mark.parametrize("main, script", [

@@ -360,6 +360,7 @@ def test_a_template_that_takes_parts_of_messages_alone_shows_no_end_and_is_not_r
     tokenizer = byte_tokenizer(  # as LLaVA-NeXT's
         "{% for m in messages %}{{ m['content'][0]['text'] + '<end>' }}{% endfor %}")
     assert tokenizer.eos_token_id in stop_tokens(tiny_model(tokenizer), tokenizer)
+    assert text_of(tokenizer, tokenizer.encode("Yes.", add_special_tokens=False)) == "Yes."
 
 
 def test_a_text_ends_at_each_token_that_checkpoint_tokenizer_or_template_name():

@@ -164,9 +164,10 @@ def collect_episodes(args, process):
     if store.missing(jobs):
         with open_parties(args, process, domain, store) as (sampled, human, judge, played_by):
             played_by["best_of_n"] = args.n
-            played_by["scorer"] = args.critic.rstrip("/")  # as the record of the run has it
             if args.critic_model:
                 played_by["scorer"] = GRADER + args.critic_model
+            else:
+                played_by["scorer"] = args.critic.rstrip("/")  # as the record of the run has it
             agent = BestOfN(sampled, open_choice(args, process), args.n)
 
             def work(key):
