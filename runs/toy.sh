@@ -58,7 +58,8 @@ tail -n 1 -f "$OUT/other.log" &
 TAIL=$!
 finished
 sleep 1 # for its last lines
-{ kill "$TAIL" && wait "$TAIL"; } 2>/dev/null || true
+# not TERM: the shell loses that if `tail` has not begun yet, and then waits without an end
+{ kill -KILL "$TAIL" && wait "$TAIL"; } 2>/dev/null || true
 
 step "5. Who won, and the report${SHORT:+ (SHORT=1: the numbers mean nothing)}"
 POLICIES=()
