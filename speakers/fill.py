@@ -114,8 +114,11 @@ def hints(episodes):
     by_task = group_by_task(played)
     unsolvable = sum(SOLUTION_FAILED in group[0]["reasons"].values() for group in by_task.values())
     if unsolvable:
+        # `check` runs functions; of a page, the reasons tell why it cannot be drawn
+        pages = DOMAINS[played[0]["task"]["domain"]].pages
+        advice = "show` says why" if pages else "check` lists them"
         yield (f"{unsolvable} of {len(by_task)} tasks cannot be solved by their own solution;"
-               " `python colbench.py check` lists them.")
+               f" `python colbench.py {advice}.")
     # pages always end with an answer, and the toy's base has yet to learn to answer
     talks = [episode for episode in played if "toy" not in episode["task"]
              and not DOMAINS[episode["task"]["domain"]].pages]

@@ -215,6 +215,13 @@ def test_hints_tell_what_keeps_episodes_from_being_of_use(episodes, told):
     assert len(found) == len(told) and all(map(str.startswith, found, told))
 
 
+def test_tasks_that_nobody_can_solve_name_a_command_that_takes_them():
+    page = UNSOLVABLE | {"task": UNSOLVABLE["task"] | {"domain": "frontend"}, "success": None}
+    (functions,), (pages,) = hints([UNSOLVABLE]), hints([page])
+    assert functions.endswith("`python colbench.py check` lists them.")
+    assert pages.endswith("`python colbench.py show` says why.")  # `check` refuses pages
+
+
 def test_where_all_succeed_the_advice_is_harder_tasks():
     hint, = hints([episode("t", 1.0, sample) for sample in (0, 1)])
     assert hint.endswith("play more samples, or harder tasks.")
