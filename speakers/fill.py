@@ -114,11 +114,11 @@ def hints(episodes):
     by_task = group_by_task(played)
     unsolvable = sum(SOLUTION_FAILED in group[0]["reasons"].values() for group in by_task.values())
     if unsolvable:
-        # `check` runs functions; of a page, the reasons tell why it cannot be drawn
-        pages = DOMAINS[played[0]["task"]["domain"]].pages
-        advice = "show` says why" if pages else "check` lists them"
+        command, tells = "show", "says why"
+        if played[0]["task"]["domain"] == "backend":  # `check` takes no others
+            command, tells = "check", "lists them"
         yield (f"{unsolvable} of {len(by_task)} tasks cannot be solved by their own solution;"
-               f" `python colbench.py {advice}.")
+               f" `python colbench.py {command}` {tells}.")
     # pages always end with an answer, and the toy's base has yet to learn to answer
     talks = [episode for episode in played if "toy" not in episode["task"]
              and not DOMAINS[episode["task"]["domain"]].pages]
