@@ -356,6 +356,7 @@ HOSTILE = {
     "signals by a socket": "fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', 1))",
     "signals by a socket's group": "fcntl.ioctl(socket.socketpair()[0], 0x8902, bytes(4))",
     "leases a file": "fcntl.fcntl(os.open('x', os.O_CREAT), 1024, fcntl.F_RDLCK)",
+    "leaves a number at its folder": "fcntl.fcntl(os.open('.', 0), 1036, struct.pack('Q', 5))",
     "changes the flags of a file": "fcntl.ioctl(os.open('x', os.O_CREAT), 0x40086602, bytes(8))",
     "signals by a high half": "1 / (1 + ctypes.CDLL(None).syscall(72, 0, (1 << 32) + 8, 1))",
     "opens sockets": "socket.socket()",
