@@ -43,9 +43,10 @@ WORKER_CALLS = "prctl:157:167 chmod:90:- fchmodat:268:53 landlock_restrict_self:
 # messages have no address, limits are those of the process itself.
 CONDITIONS = ("socketpair:53:199", 0, 1), ("sendto:44:206", 4, 0), ("prlimit64:302:261", 0, 0)
 # Refused with these commands: F_SETOWN and F_SETOWN_EX name another process that a file is to send
-# its signals to; F_SETLEASE lets all who open the file wait; F_SET_RW_HINT writes a number that
-# later answers can read, even to a file that is open for reading alone.
-FCNTL, FILE_COMMANDS = "fcntl:72:25", (8, 15, 1024, 1036)
+# its signals to; F_SETLEASE and, since Linux 6.19, F_SETDELEG let all who open the file wait;
+# F_SET_RW_HINT writes a number that later answers can read, even to a file that is open for
+# reading alone.
+FCNTL, FILE_COMMANDS = "fcntl:72:25", (8, 15, 1024, 1040, 1036)
 # Of ioctl, only the type that Python needs, for descriptors and terminals, is allowed. Others name
 # owners of signals, too, or change the flags (chattr) of a file that is open for reading alone.
 IOCTL, TYPE_BITS, TERMINAL_TYPE = "ioctl:16:29", 0xFF00, 0x5400

@@ -433,7 +433,8 @@ SOMETIMES = {
     "a message to an address": (44, -1, 0, 0, 0, 8, 16),
     "one to an address without a low half": (44, -1, 0, 0, 0, 1 << 32, 16),
     "the limits of another process": (302, 1, 7, 0, 0), "a pair for the network": (53, 2, 1, 0, 0),
-    "a lease of a file": (72, -1, 1024, 1), "flags of a file": (16, -1, 0x40086602, 0),
+    "a lease of a file": (72, -1, 1024, 1), "a delegation of a file": (72, -1, 1040, 0),
+    "flags of a file": (16, -1, 0x40086602, 0),
     **{f"open, bits {bits:o}": (2, 0, bits) for bits in (0o1000, 0o1003, 0o3)},
     **{f"openat, bits {bits:o}": (257, -1, 0, bits) for bits in (0o1000, 0o1003, 0o3)},
 }
