@@ -133,6 +133,8 @@ def empty_folder(folder: str) -> None:
 
     Folders inside folders are moved up first, so that no path grows too long.
     """
+    if os.path.islink(folder):  # an answer's, where no file rules keep it from that
+        os.unlink(folder)
     while True:
         entries = list(os.scandir(folder))
         if not entries:

@@ -699,6 +699,19 @@ def test_scratch_is_emptied_whatever_the_answer_left_in_it_and_no_link_is_follow
     assert (tmp_path / "mine").exists()
 
 
+def test_nothing_is_deleted_through_a_link_that_an_answer_puts_in_place_of_scratch(
+        monkeypatch, tmp_path):
+    """Where no file rules hold, an answer can do that, and an owner who is root would follow."""
+    (tmp_path / "mine").touch()
+    change_worker(monkeypatch, "landlock_rules = lambda libc, folder: -1")
+    answer = ("import os\nhere = os.getcwd()\nos.rmdir(here)\n"
+              f"os.symlink({str(tmp_path)!r}, here)")
+    with BackendJudge(workers=1) as alone:
+        assert alone.outcomes(answer, ["1"], 1.0) == [describe(1)]
+        assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+    assert (tmp_path / "mine").exists()
+
+
 @needs_linux
 def test_no_lock_nor_flag_of_an_answer_is_left_to_the_next_one():
     leaves = (
