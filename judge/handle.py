@@ -81,7 +81,7 @@ class Worker:
     def __init__(self):
         self.owner = os.getpid()
         self.folder = tempfile.mkdtemp(prefix="colbench-judge-")
-        self.control, theirs = socket.socketpair()
+        self.control, theirs = blocking_pair()
         self.control.settimeout(CONTROL_SECONDS)
         environment = {
             "PATH": "/usr/bin:/bin",
@@ -132,7 +132,7 @@ class Worker:
 
     def run(self, job: bytes, count: int, seconds: float) -> list[str]:
         """Run a job of `count` tests in a new child; the outcomes up to the test that ended it."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = blocking_pair()
         with ours:
             with theirs:  # open until the worker has it: macOS may shut a socket that is under way
                 socket.send_fds(self.control, [b"j"], [theirs.fileno()])
@@ -200,6 +200,14 @@ def out_of_time(started: tuple, now: tuple, seconds: float) -> bool:
     """Whether a test that began at the clocks `started` has used up its time."""
     user, total, asleep = (end - start for start, end in zip(started, now, strict=True))
     return user > seconds or max(total, asleep) > seconds * WALL_PER_CPU
+
+
+def blocking_pair() -> tuple[socket.socket, socket.socket]:
+    """A pair of sockets that block, whatever socket.setdefaulttimeout says in this process."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(True)
+    theirs.setblocking(True)
+    return ours, theirs
 
 
 def close_workers(workers: set[Worker]) -> None:

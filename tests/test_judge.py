@@ -835,6 +835,17 @@ def test_a_worker_that_has_ended_before_it_forked_is_noticed():
             worker.run(b"", 1, 1.0)
 
 
+def test_a_default_timeout_of_the_owners_sockets_changes_no_grade():
+    socket.setdefaulttimeout(0.3)
+    try:
+        with BackendJudge(workers=1) as alone:
+            assert alone.grade(DOUBLE, DOUBLE["ground_truth"]).success
+            asleep = f"import time\ntime.sleep(0.6)\n{DOUBLE['ground_truth']}"
+            assert alone.grade(DOUBLE, asleep).success
+    finally:
+        socket.setdefaulttimeout(None)
+
+
 def test_a_worker_that_hangs_is_told_and_ended_with_its_folder(monkeypatch):
     monkeypatch.setattr("judge.handle.CONTROL_SECONDS", 0.1)
     monkeypatch.setattr("judge.handle.END_SECONDS", 0.1)
