@@ -62,6 +62,7 @@ def serve_answers(control: socket.socket, folder: str) -> None:
                 control.shutdown(socket.SHUT_RDWR)
 
     signal.signal(signal.SIGUSR1, end_with_owner)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an owner may ignore it, and hands that on
     status = {"limits": set_limits(LIMITS)}
     libc, rules, filters = None, -1, False
     fork = os.fork

@@ -846,6 +846,19 @@ def test_a_default_timeout_of_the_owners_sockets_changes_no_grade():
         socket.setdefaulttimeout(None)
 
 
+def test_an_owner_that_ignores_the_end_of_children_keeps_its_workers_and_grades_the_same():
+    crashes = "import os\ndef f(n):\n    return os._exit(0) if n == 2 else n * 2"
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with BackendJudge(workers=1) as alone:
+            workers = set(alone.workers)
+            reasons = list(alone.grade(DOUBLE, crashes).reasons.values())
+            assert set(alone.workers) == workers
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert reasons == ["passed", "crashed", "passed"]
+
+
 def test_a_worker_that_hangs_is_told_and_ended_with_its_folder(monkeypatch):
     monkeypatch.setattr("judge.handle.CONTROL_SECONDS", 0.1)
     monkeypatch.setattr("judge.handle.END_SECONDS", 0.1)
