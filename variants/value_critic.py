@@ -14,6 +14,9 @@ r"""A critic with a value head: the regression head of the paper's Table 3, and 
 
 A vision-language --model sees a screenshot of the solution in place of its text. A value of 0 means
 even odds of success, so train the policy with `--pairing halves`, which only compares values.
+
+Difference from the official trainer (its train_rm): that one gives a dialogue a single value, on
+all tokens, and its loss compares the two values of a pair.
 Letters in shapes: B pairs, R rows, S turns, T tokens.
 """
 
