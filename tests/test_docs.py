@@ -78,6 +78,8 @@ def test_every_command_of_a_docstring_parses(script, tmp_path):
     shell = "\n".join(re.sub(r"   +(?=[a-z]).*", "", line) for line in lines)
     for _, *words in commands_of(shell, tmp_path):
         assert check_command(words) == script, words
+        if "toy/base" in words and "--model" in words:
+            assert "--lr" in words, f"{script}: the default hardly moves toy/base: {words}"
 
 
 @documents

@@ -3,8 +3,12 @@ r"""Supervised training on dialogues: with --successes, rejection fine-tuning (t
   1. Episodes are read as the agent sees them; with --successes only those that succeeded.
   2. The loss is the negative log-likelihood of the agent's tokens.        supervised_objective
 
-    python variants/sft.py --episodes episodes.jsonl --successes --model toy/base --output rft
+    python variants/sft.py --episodes episodes.jsonl --successes --model toy/base --output rft \
+        --batch_size 16 --lr 1e-3 --epochs 12
     python variants/sft.py --episodes demonstrations.jsonl --model MODEL --output warm_start
+
+The defaults are for an 8B model, with the numbers of the paper's Table 5. The tiny toy/base needs
+the values shown with it.
 
 Reads episodes (collect.py; `--agent scripted` plays demonstrations in an embedded world). Writes a
 checkpoint that from_pretrained opens, run.json and metrics.jsonl.
