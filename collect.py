@@ -300,8 +300,8 @@ def collect_parser(description):
     parser.add_argument("--require_protection", needs="tasks", action="store_true",
                         help="refuse to run if the sandbox lacks one of its four main protections")
     parser.add_argument("--clip", needs="tasks",
-                        help="reward of pages: CLIP model, or none (default: clip-vit-base-patch32;"
-                        " in an embedded world: none)")
+                        help="reward of pages: CLIP model, or none (default:"
+                        " openai/clip-vit-base-patch32; in an embedded world: none)")
     parser.add_argument("--batch_size", type=int, least=1, default=64,
                         help="dialogues (with --states: candidates) that each process works on at"
                         " a time")

@@ -11,6 +11,7 @@ import evaluate
 import report.__main__ as report
 import train_critic
 import train_policy
+from judge.pages import PAPERS_CLIP
 from variants import best_of_n
 
 SCRIPTS = {
@@ -154,3 +155,8 @@ def test_the_same_flags_are_taken_where_they_have_an_effect(script, words):
 def test_the_name_of_no_file_is_refused(name):
     with pytest.raises(SystemExit, match=f"found {name} with an empty text"):
         train_critic.parse_args(["--output", "o", name, ""])
+
+
+def test_the_help_of_clip_names_a_model_that_can_be_given():
+    help_text = collect.collect_parser("")._option_string_actions["--clip"].help
+    assert f" {PAPERS_CLIP};" in help_text
