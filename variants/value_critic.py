@@ -8,7 +8,8 @@ r"""A critic with a value head: the regression head of the paper's Table 3, and 
   4. A candidate's value stands for its advantage in ranked.jsonl.            ValueCritic, rank
 
     python variants/value_critic.py --episodes episodes.jsonl --model toy/base --output value \
-        --pairs success_vs_failure --batch_size 24 --lr 3e-3 --epochs 2 --candidates candidates.jsonl
+        --pairs success_vs_failure --batch_size 24 --lr 3e-3 --epochs 2 \
+        --candidates candidates.jsonl
     python variants/value_critic.py --episodes pages.jsonl --pairs all --margin 0.1 \
         --model Qwen/Qwen2-VL-7B-Instruct --output value --candidates candidates.jsonl
 
