@@ -2,8 +2,13 @@
 
 import json
 
+import numpy
 import pytest
-from conftest import episode, run_script, write_rows
+from conftest import ROOT, episode, run_script, write_rows
+
+from evaluate import SHARE, draw_counts, interval
+from runs.toy_seeds import DRAWS, tabulate
+from runtime.text import with_interval
 
 BETTER = {"sweet": 4, "sweet_no_privileged": 1, "sweet_positive_vs_negative": 3, "mtdpo": 2,
           "rft": 2, "base": 1, "single_turn": 0}
@@ -55,3 +60,38 @@ def test_the_grid_has_a_row_for_each_cell(tmp_path):
     assert again == printed
     cells = list(json.loads((root / "table.json").read_text()))
     assert cells == sorted(cells)
+
+
+def documented():
+    """The numbers in the documents, as they stand there; a difference's limits have no sign."""
+    names = ("README.md", "docs/measured.md", "docs/tuning.md")
+    text = "".join((ROOT / name).read_text() for name in names)
+    return text.replace(" % [", " [")
+
+
+@pytest.mark.parametrize("name", ["toy_seeds", "toy_seeds_225_tasks", "toy_seeds_frontend"])
+def test_the_documents_have_the_numbers_of_the_committed_outcomes(name):
+    table, text = json.loads((ROOT / f"runs/out/{name}.json").read_text()), documented()
+    outcomes = {policy: {seed: [float(number) for number in numbers.split()]
+                         for seed, numbers in seeds.items()}
+                for policy, seeds in table["outcomes"].items()}
+    means, differences = tabulate(outcomes)
+    for policy, mean in means.items():
+        assert with_interval(mean, 100) in text, policy
+    for policy in outcomes.keys() - {"sweet"}:
+        if not policy.startswith("best_of"):  # their table has no lead
+            lead = with_interval(differences[f"sweet - {policy}"], 100, sign="+")
+            signed, _, limits = lead.partition(" ")
+            assert f"{signed} {limits.replace('+', '')}" in text, policy
+
+
+def test_the_documents_have_the_numbers_of_the_chat_model():
+    text = documented()
+    for run in json.loads((ROOT / "runs/out/llm.json").read_text())["runs"][1:]:
+        if run["max_turns"] == 9 and "what" not in run:
+            continue  # no document speaks of this one
+        for policy, outcome in run["policies"].items():
+            values = numpy.array([outcome["success"]], float)
+            draws = draw_counts(numpy.random.default_rng(0), values.shape[1], DRAWS)
+            mean = interval(values, numpy.ones((DRAWS, 1)), draws, SHARE)
+            assert with_interval(mean, 100) in text, policy
