@@ -46,6 +46,7 @@ class Speaker:
     reads_history = False
     given_up = None  # why it is no longer asked, such as a server that is down; None: it is asked
     batches_at_once = 1  # how many batches of candidates to ask it for at a time
+    tokenizer = None  # that of a model in this process, whose template is checked before play
 
     def reply(self, request):
         """A list of n Utterances; raises SpeakerError. It blocks, and many threads may call it.

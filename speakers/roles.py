@@ -118,7 +118,7 @@ def open_agent(args, process):
         model_name=args.agent_model, temperature=args.temperature,
         max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, device=process.device,
         dtype=args.dtype))
-    if not is_server(args.agent) and not is_scripted(args.agent):
+    if agent.tokenizer is not None:
         say_if_untrainable(agent.tokenizer, process.say)
     return agent
 

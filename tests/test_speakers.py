@@ -11,6 +11,7 @@ from conftest import (
 from parties import ask_all, slow_text
 from tokenizers import decoders, models, pre_tokenizers
 
+import collect
 import speakers.local
 from colbench import without_thoughts
 from judge.sandbox import ANSWER_MARKER
@@ -18,11 +19,11 @@ from runtime.models import context_length
 from runtime.templates import turn_ids
 from speakers import load_speaker
 from speakers.attention import SharedPrompts, shared_prompts_attention
-from speakers.interface import Request, SpeakerError, SpeakerSettings, Utterance
+from speakers.interface import Request, Speaker, SpeakerError, SpeakerSettings, Utterance
 from speakers.local import (
     LocalSpeaker, encode_prompt, pick_tokens, refuse_unfit_layers, stop_tokens, text_of,
     uniform_numbers)
-from speakers.roles import say_if_untrainable
+from speakers.roles import open_agent, say_if_untrainable
 from toy.world import toy_tasks
 
 # -----------------------------------------------------------------------------
@@ -441,3 +442,10 @@ def test_tasks_of_no_embedded_world_get_the_lines_of_a_dry_run():
     assert second == [Utterance(f"{ANSWER_MARKER} pass", True)]
     reply = ask_all(human, [later], seeds=[0], tasks=[task])[0]
     assert reply == [Utterance("I do not know.", True)]
+
+
+def test_an_agent_of_ones_own_needs_no_tokenizer(monkeypatch):
+    own = Speaker()
+    monkeypatch.setattr("speakers.roles.load_speaker", lambda *_: own)
+    args = collect.parse_args(["--tasks", "toy:backend:train", "--agent", "own", "--output", "o"])
+    assert open_agent(args, types.SimpleNamespace(device="cpu", say=pytest.fail)) is own
