@@ -19,10 +19,11 @@ page (frontend, graded by image similarity).
     python colbench.py websight ROWS.jsonl TRAIN.jsonl TEST.jsonl     tasks from WebSight rows
 
 To change                      edit
-    what counts as an answer   split_message
+    what counts as an answer   split_message; the marker: ANSWER_MARKER in judge/sandbox.py
     what a party is told       the prompts below
     a kind of task             DOMAINS, Domain
-    the tokens of a dialogue   encode_dialogue; what is dropped if it is long: encode_within
+    the tokens of a dialogue   encode_dialogue; of a candidate: encode_candidates; what is dropped
+                               if it is long: encode_within
     the loop of a dialogue     play in collect.py
 formats/read.py reads files and checks every line.
 """

@@ -18,8 +18,8 @@ solution, too, as in Eq. (3), even if the critic has ranked with --reference pla
 
 Torchrun would take `--n` for a flag of its own, so give it `--` before the name of this script.
 
-To choose in another way, add a class with a method `best` and an attribute `given_up`, and name it
-in `open_choice`.
+To choose in another way, add a class with a method `best` and an attribute `given_up`, name it in
+`open_choice`, and let `main` take its name, which is no critic's directory.
 
 Differences from the paper: it says neither how a tie is broken (here: the first candidate) nor what
 becomes of a state that is too long for the critic (here: the first candidate).
