@@ -37,13 +37,13 @@ REFUSED_STATUS = (400, 413, 422)  # this request is wrong, mostly too long
 WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
 # what reading an answer raises if its body makes no sense
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-# Parameters that some servers refuse (max_tokens: OpenAI's reasoning models; top_p: these, and
-# Claude beside a temperature, and TGI, whose limit is below 1; seed: Mistral, Gemini), each with
-# what takes its place, if anything
+# Parameters that some servers refuse (max_tokens: OpenAI's reasoning models; top_p: these, Kimi,
+# Claude beside a temperature, and TGI and Qwen, whose limit is below 1; seed: Mistral, Gemini), each
+# with what takes its place, if anything
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
 UNSUPPORTED = re.compile(
-    "unsupported|not support|not permitted|unrecognized|unknown|cannot both|and < 1.0|deprecated",
-    re.IGNORECASE)
+    "unsupported|not support|not permitted|unrecognized|unknown|cannot both|and < 1.0|deprecated"
+    "|is allowed|range of top_p", re.IGNORECASE)
 MAX_RETRY_AFTER = 60  # seconds; a server that asks for a longer pause gets this one
 QUOTA_PAUSES = 50  # `pause`s after a 429 without Retry-After: most quotas are those of a minute
 # reasons for which a text is not whole, and those for which it is none

@@ -116,6 +116,14 @@ def test_every_word_for_a_refusal_names_the_parameter(reason):
     assert refused_parameter(reason, {"seed": 0}) == "seed"
 
 
+@pytest.mark.parametrize("reason, name", [
+    ("invalid top_p: only 0.95 is allowed for this model", "top_p"),  # Kimi
+    ("Range of top_p should be (0.0, 1.0)", "top_p"),  # Qwen
+    ("Range of max_tokens should be [1, 8192]", None)])  # the user's own number is wrong
+def test_a_top_p_whose_range_has_no_1_is_left_out_and_a_token_limit_stays(reason, name):
+    assert refused_parameter(reason, {"max_tokens": 9000, "top_p": 1, "seed": 0}) == name
+
+
 def test_a_refusal_that_no_substitute_mends_changes_no_later_request(impatient):
     def say(handler, body):
         if "BAD" in body["messages"][0]["content"]:
