@@ -38,8 +38,8 @@ WRONG_ADDRESS_STATUS = (401, 403, 404, 301, 302, 303, 307, 308)
 # what reading an answer raises if its body makes no sense
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Parameters that some servers refuse (max_tokens: OpenAI's reasoning models; top_p: these, Kimi,
-# Claude beside a temperature, and TGI and Qwen, whose limit is below 1; seed: Mistral, Gemini), each
-# with what takes its place, if anything
+# Claude beside a temperature, and TGI and Qwen, whose limit is below 1; seed: Mistral, Gemini),
+# each with what takes its place, if anything
 OTHER_NAMES = {"max_tokens": "max_completion_tokens", "top_p": None, "seed": None}
 UNSUPPORTED = re.compile(
     "unsupported|not support|not permitted|unrecognized|unknown|cannot both|and < 1.0|deprecated"
@@ -72,7 +72,7 @@ class ServerSpeaker(Speaker):
 
     def __init__(self, url, settings, retries=8, pause=0.2, timeout=300, role="agent"):
         self.url = url.rstrip("/")
-        self.opener = opener_for(url)
+        self.opener, self.way = opener_for(url), way_to(url)
         self.retries, self.pause, self.timeout = retries, pause, timeout
         self.key = api_key(role)
         # Servers take their defaults from the checkpoint's recommendation, which often cuts the
@@ -170,6 +170,8 @@ class ServerSpeaker(Speaker):
 
     def _counted_failure(self, reason, kind=SpeakerError):
         """The error of a failed request. After too many in a row, the server is given up."""
+        if not self.has_answered:
+            reason += self.way
         if kind is Refused and self.has_answered:
             self.failures_in_a_row = 0  # the server is alive, only this request is wrong
         else:
@@ -312,8 +314,8 @@ class ServerSpeaker(Speaker):
                                  f" ({reason}), expected one of a known authority; name the file of"
                                  " its authority's certificate in the environment variable"
                                  " SSL_CERT_FILE, then rerun the command")
-            raise SystemExit(f"{self.url}: found no server ({reason}), expected one that answers;"
-                             " start it or correct the address, then rerun the command")
+            raise SystemExit(f"{self.url}: found no server ({reason}{self.way}), expected one that"
+                             " answers; start it or correct the address, then rerun the command")
         raise Unavailable(str(failure), 0)
 
 
@@ -339,6 +341,16 @@ def opener_for(url):
     """
     proxies = [urllib.request.ProxyHandler({})] if is_near(url) else []
     return urllib.request.build_opener(NoRedirects, *proxies)
+
+
+def way_to(url):
+    """For messages on failed requests: which proxy they went through, "" if through none."""
+    parts, proxies = urllib.parse.urlsplit(url), urllib.request.getproxies()
+    direct = is_near(url) or urllib.request.proxy_bypass(parts.netloc)
+    if direct or parts.scheme not in proxies:
+        return ""
+    return (f"; asked through the proxy of the environment variable {parts.scheme}_proxy;"
+            f" no_proxy={parts.hostname} would ask it directly")
 
 
 class Refused(SpeakerError):

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import ssl
 import threading
 import time
@@ -70,6 +71,23 @@ def test_a_server_of_this_network_is_asked_without_the_proxy(monkeypatch, host, 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     handlers = opener_for(f"http://{host}:8000/v1").handlers
     assert direct is not any(isinstance(handler, ProxyHandler) for handler in handlers)
+
+
+def test_a_failure_behind_a_proxy_names_the_proxy_and_the_way_around_it(impatient, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    hint = "through the proxy of .* http_proxy; no_proxy=gpu7.example.org would"
+    with refusing(403) as proxy:  # a cluster's proxy, which does not know the cluster's nodes
+        monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+        error, = ask_all(load_speaker("http://gpu7.example.org:8000/v1"), CONVERSATIONS[:1])
+        assert re.search(f"HTTP 403: no such thing; asked {hint}", str(error))
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")  # where nobody is
+    with pytest.raises(SystemExit, match=f"found no server .*refused; asked {hint}") as end:
+        load_speaker("http://gpu7.example.org:8000/v1")
+    assert "secret" not in str(end.value)
+    with pytest.raises(SystemExit) as end:
+        load_speaker("http://127.0.0.1:9/v1")
+    assert "proxy" not in str(end.value)  # it was asked directly
 
 
 def test_a_host_that_refuses_urllibs_own_name_answers():
