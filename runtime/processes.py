@@ -155,6 +155,9 @@ def launch(main, args,
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.default_int_handler)  # raises KeyboardInterrupt
     sys.unraisablehook = functools.partial(stop_or_report, advice)
+    if sys.stderr is None:  # closed (2>&-); what is opened next would take its number, 2
+        sys.stderr = open(os.devnull, "w")
+        os.set_inheritable(sys.stderr.fileno(), True)  # so, too, in the judge's workers
     allow_connections()
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has it not
         sys.stdout.reconfigure(errors="backslashreplace")  # for what its encoding lacks

@@ -262,3 +262,12 @@ def test_what_this_machine_cannot_protect_is_said_once_and_explained(monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "1")
     sandbox.tell_once(status)
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_whose_stderr_is_closed_grades_as_any_other(tmp_path):
+    output = tmp_path / "episodes.jsonl"
+    done = subprocess.run(
+        ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, ROOT / "collect.py", "--tasks",
+         "toy:backend:train", "--num_tasks", "2", "--agent", "scripted", "--output", output],
+        stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0 and "6 episodes of 2 tasks" in done.stdout
