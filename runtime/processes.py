@@ -191,6 +191,11 @@ def launch(main, args,
             raise SystemExit("Another process of this run has been silent for longer than a"
                              f" training step may wait ({STEP_MINUTES} minutes); look at its"
                              f" machine. {advice}") from None
+        if "connectFullMesh failed" in message or "Unable to find address" in message:  # of gloo
+            raise SystemExit("found that the processes of this run cannot connect"
+                             f" ({message.splitlines()[0]}), expected a network that joins them;"
+                             " name it in GLOO_SOCKET_IFNAME (ip addr lists those of a node). Do"
+                             f" not let torchrun restart them (--max_restarts). {advice}") from None
         if "can't start new thread" in message:
             raise SystemExit("found no room for another thread, expected one for each dialogue;"
                              " lower --batch_size, or raise the limits of processes and memory"

@@ -105,6 +105,18 @@ def test_no_room_for_another_thread_or_file_is_a_sentence_about_the_batch_size(m
     assert "lower --batch_size" in done.stderr and "rerun the same" in done.stderr
 
 
+def test_processes_that_cannot_connect_are_a_sentence_about_their_network():
+    # what gloo raises for the address of a process that has died; restarts by torchrun keep it
+    refused = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: ..."
+    dead = launched(f"def main(_): raise RuntimeError({refused!r})\n")
+    main = ("from torch import distributed\ndef main(_): distributed.init_process_group('gloo',"
+            " store=distributed.HashStore(), rank=0, world_size=1)\n")
+    missing = launched(main, 'export GLOO_SOCKET_IFNAME=missing; exec "$@"')
+    for done in (dead, missing):
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        assert "name it in GLOO_SOCKET_IFNAME" in done.stderr and "rerun the same" in done.stderr
+
+
 # -----------------------------------------------------------------------------
 # The share of each rank
 
