@@ -108,7 +108,8 @@ def own_device(world):
     if index >= gpus:
         raise SystemExit(f"found {counted(gpus, 'GPU')} for more processes, expected one for"
                          f" each; give torchrun --nproc_per_node {gpus}, or set"
-                         " CUDA_VISIBLE_DEVICES= to compute on the CPU")
+                         " CUDA_VISIBLE_DEVICES= to compute on the CPU, or LOCAL_RANK=0 if the"
+                         " cluster shows each process its own GPU alone (srun --gpus-per-task)")
     device = f"cuda:{index}"
     torch.cuda.set_device(device)
     return device

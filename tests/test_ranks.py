@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from runtime.checkpoints import read_state, save_state, wait_for_files, writing
 from runtime.models import open_to_train, remove_noise, shard
-from runtime.processes import Process, join_processes, own_rank
+from runtime.processes import Process, join_processes, own_device, own_rank
 from runtime.training import Run
 
 ALONE = Process(0, 1, "cpu")
@@ -345,6 +345,17 @@ def test_more_processes_than_gpus_stop_with_a_sentence(monkeypatch):
     found = "found 1 GPU for more processes, expected one for each; .*--nproc_per_node 1"
     with pytest.raises(SystemExit, match=found):
         join_processes()
+
+
+def test_a_process_that_sees_its_own_gpu_alone_is_told_how_to_take_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(SystemExit, match="LOCAL_RANK=0 if the cluster shows"):
+        own_device(world=4)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert own_device(world=4) == "cuda:0"
 
 
 # -----------------------------------------------------------------------------
