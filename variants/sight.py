@@ -1,6 +1,6 @@
 """The vision-language model of variants/value_critic.py: the paper's critic of frontend tasks.
 
-It reads a screenshot of the solution before the request, and a value head predicts the outcome.
+It reads a screenshot of the solution before the request, and a value head compares dialogues.
 """
 
 import functools

@@ -1,10 +1,9 @@
 r"""A critic with a value head: the regression head of the paper's Table 3, and its critic of pages.
 
   1. Pairs and held-out tasks are those of train_critic.py.
-  2. Each turn predicts the outcome of its dialogue: a linear head at the mean
-     state of all tokens up to the turn's end.                                turn_values
-  3. The loss is the cross-entropy with the outcome, 0 or 1; of a page, with
-     its reward.                                                              value_objective
+  2. The value of a turn: a linear head at the mean state of all tokens up to
+     its end. A dialogue has the value of its last turn.                      turn_values
+  3. A Bradley-Terry loss on the values of both dialogues of a pair.          value_objective
   4. A candidate's value stands for its advantage in ranked.jsonl.            ValueCritic, rank
 
     python variants/value_critic.py --episodes episodes.jsonl --model toy/base --output value \
@@ -13,11 +12,8 @@ r"""A critic with a value head: the regression head of the paper's Table 3, and 
     python variants/value_critic.py --episodes pages.jsonl --pairs all --margin 0.1 \
         --model Qwen/Qwen2-VL-7B-Instruct --output value --candidates candidates.jsonl
 
-A vision-language --model sees a screenshot of the solution in place of its text. A value of 0 means
-even odds of success, so train the policy with `--pairing halves`, which only compares values.
-
-Difference from the official trainer (its train_rm): that one gives a dialogue a single value, on
-all tokens, and its loss compares the two values of a pair.
+A vision-language --model sees a screenshot of the solution in place of its text. Values compare
+turns of one task, and a value of 0 means nothing, so train the policy with `--pairing halves`.
 Letters in shapes: B pairs, R rows, S turns, T tokens.
 """
 
@@ -37,7 +33,7 @@ from transformers import AutoModelForTokenClassification
 from colbench import (
     DOMAINS, agent_view, encode_candidates, encode_dialogue, encode_within, request_index)
 from formats.ranking import rank_states, refuse_unrankable
-from formats.read import MOST_REWARD, load_episodes, truncation_in_words
+from formats.read import load_episodes, truncation_in_words
 from runtime.flags import FlagParser
 from runtime.models import fp32_head, load_model, load_tokenizer, open_to_train, sees_pictures
 from runtime.processes import launch
@@ -54,7 +50,6 @@ from variants.sight import Sight, forward_seen, vision_value_class
 
 @dataclasses.dataclass(eq=False)
 class ValueRow(Row):
-    outcome: float | None = None  # of a dialogue: 1 or 0; of a page, its reward
     # with pictures: gives the model's inputs up to the first request, see Sight.opening_reader
     read_opening: typing.Callable | None = None
 
@@ -92,13 +87,7 @@ class Reader:
         messages, finished = agent_view(episode)
         seen = self._seen(episode["task"], messages)
         encoded = encode_within(self.tokenizer, seen.messages, seen.text_limit, finished)
-        if encoded is None:
-            return None
-        row = seen.row(*encoded)
-        row.outcome = episode["reward"]
-        if episode["success"] is not None:
-            row.outcome = float(episode["success"])
-        return row
+        return seen.row(*encoded) if encoded else None
 
     def candidate_rows(self, task, messages, texts, finished):
         """A row for each candidate; None if they do not fit."""
@@ -127,16 +116,13 @@ class Reader:
 
 
 def turn_values(model, rows):
-    """(values, exists), (R, S) each: the head's logit at each agent turn; 1 where the turn exists.
+    """The value of each agent turn, (R, S); 0 for turns that a row lacks.
 
-    A turn's logit belongs to the mean state of all tokens up to its end. The head is linear, so it
-    is the mean of the logits at these tokens.
+    A turn's value is the head's at the mean state of all tokens up to its end. The head is linear,
+    so it is the mean of its logits at these tokens.
     """
     if rows[0].read_opening and len(rows) > 1:  # pictures differ in size: one row at a time
-        found = [turn_values(model, [row]) for row in rows]
-        values = pad_sequence([values[0] for values, _ in found], batch_first=True)
-        exists = pad_sequence([exists[0] for _, exists in found], batch_first=True)
-        return values, exists
+        return pad_sequence([turn_values(model, [row])[0] for row in rows], batch_first=True)
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)  # (R, T)
     turn_index = pad_sequence([torch.tensor(row.turn_index) for row in rows], batch_first=True,
                               padding_value=-1)  # (R, T)
@@ -146,33 +132,24 @@ def turn_values(model, rows):
         logits = forward_seen(model, ids, **inputs).logits
     else:
         logits = model(ids, use_cache=False).logits
-    values = logits[..., 0].float()  # (R, T)
-    means = values.cumsum(1) / torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    logits = logits[..., 0].float()  # (R, T)
+    means = logits.cumsum(1) / torch.arange(1, ids.shape[1] + 1, device=ids.device)
     ends = turn_index != F.pad(turn_index, (0, 1), value=-1)[:, 1:]  # (R, T)
     turns = torch.arange(max(row.turns for row in rows), device=ids.device)
     is_end = (turn_index[..., None] == turns) & ends[..., None]  # (R, T, S)
-    return (means[..., None] * is_end).sum(1), is_end.sum(1).float()
-
-
-def value_loss(logits, outcomes, exists):
-    """Cross-entropy of each turn's logit with the outcome, its mean over turns that exist.
-
-    (R, S), (R,), (R, S) -> (R,).
-    """
-    targets = outcomes[:, None].expand_as(logits)
-    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    return (losses * exists).sum(1) / exists.sum(1).clamp(min=1)
+    return (means[..., None] * is_end).sum(1)
 
 
 def value_objective(model, pairs):
-    """Each turn of both dialogues predicts the outcome: name -> (B,)."""
+    """-log sigma(V(better dialogue) - V(worse one)), V the value of the last turn: name -> (B,)."""
     rows = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]  # R = 2 B
-    logits, exists = turn_values(model, rows)  # (R, S) each
-    outcomes = torch.tensor([row.outcome for row in rows]).to(logits)
-    chosen, rejected = value_loss(logits, outcomes, exists).chunk(2)  # (B,) each
-    means = logits.sum(1) / exists.sum(1).clamp(min=1)
-    better, worse = means.chunk(2)
-    return {"loss": (chosen + rejected) / 2, "accuracy": better > worse}
+    values = turn_values(model, rows)  # (R, S)
+    numbers = torch.arange(1, values.shape[1] + 1, device=values.device)  # of turns, from 1
+    turns = torch.tensor([row.turns for row in rows], device=values.device)
+    is_last = numbers == turns[:, None]  # (R, S)
+    chosen, rejected = (values * is_last).sum(1).chunk(2)  # (B,) each
+    margin = chosen - rejected
+    return {"loss": -F.logsigmoid(margin), "accuracy": margin > 0, "margin": margin}
 
 
 # -----------------------------------------------------------------------------
@@ -202,11 +179,6 @@ def train(args):
     run.say(f"{len(episodes)} episodes ({omitted} failed ones omitted); {truncation}")
     groups, held_out = split_pairs(episodes, args, run)
     pairs = [pair for group in groups for pair in group] + held_out
-    outcomes = [row.outcome for pair in pairs for row in pair]
-    if min(outcomes) < 0 or max(outcomes) > MOST_REWARD:
-        raise SystemExit(f"{' '.join(args.episodes)}: found rewards from {min(outcomes):g} to"
-                         f" {max(outcomes):g}, expected 0 to 1, which a value head can predict;"
-                         " scale them, or train train_critic.py, which only compares them")
     rows = dict.fromkeys(row for pair in pairs for row in pair)  # each once
     run.refuse_unequal_data([row.ids for row in rows])
 
@@ -273,7 +245,7 @@ class ValueCritic:
     @torch.no_grad()
     def turn_advantages(self, rows):
         """The value of each turn of the rows, (R, S)."""
-        values, _ = turn_values(self.model, rows)  # (R, S)
+        values = turn_values(self.model, rows)
         found = values[~values.isfinite()]
         if len(found):
             raise SystemExit(f"found {len(found)} values that are not finite ({found[0]}), expected"
