@@ -14,8 +14,7 @@ from formats.read import load_episodes
 from runtime.models import load_model
 from train_policy import Row, dialogue_row, turn_logprobs
 from variants.sft import supervised_objective
-from variants.value_critic import (
-    Reader, ValueCritic, turn_values, value_loss, value_objective)
+from variants.value_critic import Reader, ValueCritic, turn_values, value_objective
 
 
 def test_the_supervised_loss_is_the_summed_log_prob_over_the_mean_length_of_all_dialogues():
@@ -27,20 +26,6 @@ def test_the_supervised_loss_is_the_summed_log_prob_over_the_mean_length_of_all_
         of_agent = [logprobs[index - 1, row.ids[index]].item()
                     for index, turn in enumerate(row.turn_index) if turn >= 0]
         assert loss.item() == pytest.approx(-sum(of_agent) / 2.5, rel=1e-5)
-
-
-def test_the_value_loss_is_the_mean_cross_entropy_of_the_turns_that_exist():
-    logits = torch.tensor([[2.0, -1.0, 0.0], [0.5, 9.0, 9.0]])
-    exists = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    outcomes = [1.0, 0.3]
-    losses = value_loss(logits, torch.tensor(outcomes), exists)
-
-    def cross_entropy(logit, outcome):
-        p = 1 / (1 + math.exp(-logit))
-        return -outcome * math.log(p) - (1 - outcome) * math.log(1 - p)
-
-    expected = [sum(cross_entropy(x, 1.0) for x in (2.0, -1.0, 0.0)) / 3, cross_entropy(0.5, 0.3)]
-    assert losses.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_rejection_fine_tuning_learns_from_the_successes_alone(tiny, tmp_path):
@@ -100,15 +85,8 @@ def test_dialogues_without_a_token_of_the_agent_are_none_to_learn_from(tiny, tmp
     assert "found no episode to learn from" in said
 
 
-def test_the_outcome_of_a_function_is_whether_it_passed_and_of_a_page_its_reward(tiny):
-    reader = Reader(tiny(), "none", 600)
-    rows = [reader.dialogue_row(episode("t", reward, domain=domain)) for reward, domain in (
-        (1.0, "backend"), (0.75, "backend"), (0.75, "frontend"))]
-    assert [row.outcome for row in rows] == [1.0, 0.0, 0.75]
-
-
 @pytest.mark.parametrize("bias", [-5.0, 0.0, 5.0])
-def test_a_pair_is_right_if_the_mean_value_of_the_better_dialogue_is_the_greater_one(tiny, bias):
+def test_the_values_of_the_last_turns_of_a_pair_give_its_bradley_terry_loss(tiny, bias):
     model = load_model(tiny(), model_class=AutoModelForTokenClassification, num_labels=1).eval()
     torch.manual_seed(0)
     torch.nn.init.normal_(model.score.weight)
@@ -116,19 +94,31 @@ def test_a_pair_is_right_if_the_mean_value_of_the_better_dialogue_is_the_greater
     reader = Reader(tiny(), "none", 600)
     pair = [reader.dialogue_row(episode("t", reward, texts=texts))
             for reward, texts in ((1.0, ("t", "q", "r", "x")), (0.0, ("t", "no")))]
-    means, losses = [], []
+    last = []
     for row in pair:
-        values, exists = turn_values(model, [row])
         logits = model(torch.tensor([row.ids])).logits[0, :, 0]
-        # the mean of all tokens up to the end of the first turn
-        assert values[0, 0].item() == pytest.approx(
-            logits[:len(row.ids) - row.turn_index[::-1].index(0)].mean().item(), abs=1e-4)
-        means.append(values.mean().item())
-        losses.append(value_loss(values, torch.tensor([row.outcome]), exists).item())
-    for order in ([0, 1], [1, 0]):
-        found = value_objective(model, [tuple(pair[index] for index in order)])
-        assert found["accuracy"].item() == (means[order[0]] > means[order[1]])
-        assert found["loss"].item() == pytest.approx(sum(losses) / 2, rel=1e-4)
+        # the means of all tokens up to the end of each turn
+        means = [logits[:len(row.ids) - row.turn_index[::-1].index(turn)].mean().item()
+                 for turn in range(row.turns)]
+        assert turn_values(model, [row])[0].tolist() == pytest.approx(means, abs=1e-4)
+        last.append(means[-1])
+    for better, worse in ([0, 1], [1, 0]):
+        found = value_objective(model, [(pair[better], pair[worse])])
+        margin = last[better] - last[worse]
+        assert found["accuracy"].item() == (margin > 0)
+        assert found["margin"].item() == pytest.approx(margin, abs=1e-4)
+        assert found["loss"].item() == pytest.approx(math.log1p(math.exp(-margin)), abs=1e-4)
+
+
+def test_rewards_of_any_size_train_a_value_head_that_only_compares_them(tiny, tmp_path):
+    rows = read_rows(write_episodes(tmp_path / "e.jsonl"))
+    scaled = [row | {"reward": 40 * row["reward"] - 7, "success": None,
+                     "task": row["task"] | {"domain": "logged"}} for row in rows]
+    for name, found in (("whole", rows), ("scaled", scaled)):
+        path = write_rows(tmp_path / f"{name}.jsonl", found)
+        run_script("variants/value_critic.py", *training(
+            path, tiny(), tmp_path / name, "--pairs", "all", "--max_steps", 2))
+    assert differing_weights(tmp_path / "whole", tmp_path / "scaled") == []
 
 
 def test_spaces_around_a_candidate_change_no_value(tiny, tmp_path):
