@@ -44,7 +44,17 @@ def save_checkpoint(output, model, tokenizer, agent_prompt, process):
             shutil.copymode(partial / "config.json", path)
         if agent_prompt is not None:  # the instructions travel with the weights trained on them
             (partial / "agent_prompt.txt").write_text(agent_prompt + "\n", encoding="utf-8")
+        to_disk(path for path in partial.rglob("*") if path.is_file())
         move_into_place(partial, output)
+
+
+def to_disk(paths):
+    """Have the disk write files before they take the place of others: they are the only copy, and
+    a node that loses power may forget what it has not written.
+    """
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def move_into_place(partial, output):
@@ -113,8 +123,10 @@ def save_state(folder, step, model, optimizer, process):
                for parameter in parameters]
     state = {"step": step, "world": process.world, "moments": moments,
              "parameters": [local(parameter) for parameter in parameters]}
+    path = partial / f"rank{process.rank}.pt"
     with writing(partial):
-        torch.save(state, partial / f"rank{process.rank}.pt")
+        torch.save(state, path)
+    to_disk([path])
     process.barrier()
     if process.leads:
         wait_for_files(partial, process.world)

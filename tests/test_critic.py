@@ -350,6 +350,25 @@ def test_a_checkpoint_opens_once_all_of_it_is_there_and_its_files_have_equal_per
     assert len(modes) == 1
 
 
+def test_files_of_checkpoints_and_states_are_on_disk_before_they_replace_others(
+        tiny, tmp_path, monkeypatch):
+    on_disk = set()
+    for name in ("replace", "rename"):
+        move = getattr(os, name)
+
+        def checked(old, new, move=move):
+            files = [old] if os.path.isfile(old) else os.listdir(old)
+            assert {os.stat(os.path.join(old, file)).st_ino for file in files} <= on_disk
+            move(old, new)
+
+        monkeypatch.setattr(os, name, checked)
+    monkeypatch.setattr(os, "fsync", lambda file: on_disk.add(os.fstat(file).st_ino))
+    model = load_model(tiny())
+    save_checkpoint(tmp_path, model, byte_tokenizer(), "prompt", ALONE)
+    save_state(tmp_path / "resume", 1, model, torch.optim.AdamW(model.parameters()), ALONE)
+    assert len(on_disk) == len(list(tmp_path.glob("*.*"))) + 1
+
+
 def test_half_a_checkpoint_that_a_kill_has_left_is_no_part_of_the_next_one(tiny, tmp_path):
     partial = tmp_path / "checkpoint.partial"
     partial.mkdir()
