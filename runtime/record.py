@@ -345,7 +345,11 @@ def read_flags(path, needed):
         raise SystemExit(f"{path}: found what {run.get('script')} has trained, expected a"
                          f" checkpoint whose run.json has the flags {', '.join(needed)}")
     model = path_from(run, flags["model"])
-    check_checkpoint(model)
+    try:
+        check_checkpoint(model)
+    except SystemExit as reason:  # moved, or on another machine
+        raise SystemExit(f"{path}: found no model that it was trained from, expected that of its"
+                         f" run.json ({reason}); put or link it there") from None
     before = run["inputs"].get(str(Path(flags["model"], "run.json")))
     trained = Path(model, "run.json")  # a model that these scripts did not train has none
     now = file_hash(trained) if trained.is_file() else None

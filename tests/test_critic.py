@@ -696,6 +696,18 @@ def test_a_policy_or_a_stranger_is_refused_as_critic(trained, tiny, tmp_path):
                                 "--candidates", candidates)
 
 
+def test_a_critic_whose_reference_is_gone_says_that_it_needs_that_model(trained, tmp_path):
+    shutil.copytree(trained / "critic", tmp_path / "critic")
+    record = tmp_path / "critic/run.json"
+    run = json.loads(record.read_text())
+    run["flags"]["model"] = "./elsewhere/base"
+    record.write_text(json.dumps(run))
+    said = refusal("train_critic.py", "--output", tmp_path / "critic", "--candidates",
+                   write_candidates(tmp_path / "candidates.jsonl"))
+    assert (f"{tmp_path / 'critic'}: found no model that it was trained from, expected that of its"
+            " run.json (./elsewhere/base: no such directory") in said
+
+
 def test_a_plain_reference_of_a_critic_that_sees_no_solution_is_refused(trained, tiny, tmp_path):
     candidates = write_candidates(tmp_path / "candidates.jsonl", 1)
     train(trained / "episodes.jsonl", tiny(), tmp_path / "critic", "--privileged", "none",
