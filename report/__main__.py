@@ -101,8 +101,8 @@ def write_pairs(args):
     below = sum(row["advantages"][0] < 0 for row in rows)
     if below:
         print(f"{below} chosen candidates have an advantage below 0: the better half of a state may"
-              " be bad, too; --pairing positive_vs_negative has none of these (below 0, a value"
-              " head predicts less than even odds of success: for it, keep --pairing halves)")
+              " be bad, too; --pairing positive_vs_negative has none of these (of a value head, 0"
+              " means nothing: for it, keep --pairing halves)")
 
 
 def parse_args(argv=None):
