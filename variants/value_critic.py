@@ -188,6 +188,8 @@ def train(args):
         model = open_to_train(args, run, vision_value_class(args.model))
     else:
         model = open_to_train(args, run, AutoModelForTokenClassification, num_labels=1)
+    # a difference of two values has no bias, so only rounding would move it
+    model.score.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=run.device != "cpu")
     # rows with pictures are computed one by one, and all ranks must run equally many forwards
