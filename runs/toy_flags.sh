@@ -60,7 +60,7 @@ else
   PAIRS=(--pairs all --margin 0.1 --batch_size 32 --micro_batch_size 16)
   CRITIC=("${PAIRS[@]}" --lr 2e-4 --epochs 2)
   CRITIC_LOSS=(--beta 3 --nll 0.5)
-  VALUE_HEAD=(--lr 1e-3)
+  VALUE_HEAD=(--lr 3e-4)
   POLICY=(--batch_size 128 --lr 3e-4 --epochs 2)
   MTDPO=("${PAIRS[@]}" --lr 3e-4 --nll 3 --epochs 2)
   RFT=(--batch_size 32 --lr 1e-3 --epochs 6)
