@@ -87,9 +87,9 @@ def test_the_documents_have_the_numbers_of_the_committed_outcomes(name):
 
 def test_the_documents_have_the_numbers_of_the_chat_model():
     text = documented()
-    for run in json.loads((ROOT / "runs/out/llm.json").read_text())["runs"][1:]:
-        if run["max_turns"] == 9 and "what" not in run:
-            continue  # no document speaks of this one
+    for run in json.loads((ROOT / "runs/out/llm.json").read_text())["runs"]:
+        if run.get("what", "").startswith("An earlier try"):
+            continue
         for policy, outcome in run["policies"].items():
             values = numpy.array([outcome["success"]], float)
             draws = draw_counts(numpy.random.default_rng(0), values.shape[1], DRAWS)
