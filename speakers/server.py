@@ -72,7 +72,7 @@ class ServerSpeaker(Speaker):
 
     def __init__(self, url, settings, retries=8, pause=0.2, timeout=300, role="agent"):
         self.url = url.rstrip("/")
-        self.opener, self.way = opener_for(url), way_to(url)
+        self.opener = opener_for(url)
         self.retries, self.pause, self.timeout = retries, pause, timeout
         self.key = api_key(role)
         # Servers take their defaults from the checkpoint's recommendation, which often cuts the
@@ -171,7 +171,7 @@ class ServerSpeaker(Speaker):
     def _counted_failure(self, reason, kind=SpeakerError):
         """The error of a failed request. After too many in a row, the server is given up."""
         if not self.has_answered:
-            reason += self.way
+            reason += way_to(self.url)
         if kind is Refused and self.has_answered:
             self.failures_in_a_row = 0  # the server is alive, only this request is wrong
         else:
@@ -314,8 +314,9 @@ class ServerSpeaker(Speaker):
                                  f" ({reason}), expected one of a known authority; name the file of"
                                  " its authority's certificate in the environment variable"
                                  " SSL_CERT_FILE, then rerun the command")
-            raise SystemExit(f"{self.url}: found no server ({reason}{self.way}), expected one that"
-                             " answers; start it or correct the address, then rerun the command")
+            raise SystemExit(f"{self.url}: found no server ({reason}{way_to(self.url)}), expected"
+                             " one that answers; start it or correct the address, then rerun the"
+                             " command")
         raise Unavailable(str(failure), 0)
 
 
